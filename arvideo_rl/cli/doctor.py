@@ -1,0 +1,75 @@
+"""``arvideo doctor``: what is installed, what is missing, what to do about it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from arvideo_rl.cli.main import UsageError
+
+REQUIRED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "open-clip-torch", "omegaconf",
+            "imageio", "imageio-ffmpeg", "safetensors", "opencv-python-headless", "rich", "tensorboard")  # fmt: skip
+EXTRAS = {"xformers": "cuda"}
+
+
+def help_text() -> str:
+    """Text of --help."""
+    return """arvideo doctor
+
+Prints versions, device, threads, attention backend, ffmpeg, shipped weights and missing extras with the line that
+installs them. Exits 1 when something required is missing."""
+
+
+def run(words: list[str], items: list[str], flags: set[str]) -> int:
+    """Print the report; 1 when something required is missing."""
+    if words or items:
+        raise UsageError("doctor takes no arguments")
+    bad = 0
+    print(f"python {platform.python_version()} at {sys.executable}, {platform.platform()}")
+    for name in REQUIRED:
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            bad += 1
+            print(f"{name} MISSING: pip install {name}")
+    for name, extra in EXTRAS.items():
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} not installed (optional): pip install 'arvideo-rl[{extra}]'")
+    for name in ("torchvision", "diffusers"):  # the two that break when versions do not fit torch
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever it raises is the finding
+            bad += 1
+            first = (str(error).splitlines() or [""])[0]
+            print(f"{name} does not import ({type(error).__name__}: {first}): reinstall it for your torch")
+    if bad:
+        return 1
+    import torch
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    from arvideo_rl.generators.bundle import SHIPPED, Generator
+    from rewards.inverse_dynamics import InverseDynamics
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    waiting = os.environ.get("OMP_WAIT_POLICY", "unset")
+    print(f"device {device}, {torch.get_num_threads()} threads, OMP_WAIT_POLICY={waiting}")
+    print(f"attention backend {_AttentionBackendRegistry.get_active_backend()[0].value}")
+    import imageio_ffmpeg
+
+    try:
+        print(f"ffmpeg {imageio_ffmpeg.get_ffmpeg_version()} at {imageio_ffmpeg.get_ffmpeg_exe()}")
+    except RuntimeError as error:
+        bad += 1
+        print(f"ffmpeg MISSING ({error}): pip install imageio-ffmpeg")
+    for path in sorted(SHIPPED.glob("*/generator.json")):
+        generator = Generator.load(path.parent)
+        count = sum(p.numel() for p in generator.transformer.parameters())
+        print(f"generator {path.parent.name}: {count / 1e6:.2f} M parameters, levels {generator.streaming.levels}")
+    report = InverseDynamics().report
+    print(f"reward inverse_dynamics: held-out accuracy {report['accuracy']:.4f}")
+    return 1 if bad else 0

@@ -1,0 +1,89 @@
+"""``arvideo evaluate``: the held-out measures of one generator, or of two compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arvideo_rl.cli.help import keys
+from arvideo_rl.cli.main import UsageError
+from arvideo_rl.config import load
+from arvideo_rl.training.compare import HeldOut
+
+
+@dataclass
+class EvaluateConfig:
+    """What ``arvideo evaluate`` reads."""
+
+    generator: str = "tiny"  # a shipped name, a generator folder, a run directory or a checkpoint in one
+    against: str = ""  # measure this one too, as "before"
+    style: str = "joystick"  # actions of the held-out prompts: joystick or smooth
+    reward: str = "inverse_dynamics"
+    out: str = ""  # also write the numbers here, as .json
+    held_out: HeldOut = field(default_factory=HeldOut)
+
+
+def help_text() -> str:
+    """Text of --help."""
+    return f"""arvideo evaluate [key=value ...]
+
+Generates the held-out prompts under fixed noises and measures the reward and every verifier. Examples:
+
+  arvideo evaluate
+  arvideo evaluate generator=runs/quickstart against=tiny
+
+keys and defaults
+{keys(EvaluateConfig)}"""
+
+
+def run(words: list[str], items: list[str], flags: set[str]) -> int:
+    """Measure and print."""
+    if words:
+        raise UsageError(f"evaluate takes only key=value, not {words[0]!r}; e.g. generator={words[0]}")
+    config = load(EvaluateConfig, None, items)
+    import torch
+    from rich.console import Console
+
+    from arvideo_rl.training.aligned import load_any
+    from arvideo_rl.training.compare import compare, measure
+    from arvideo_rl.training.launch import quiet
+    from arvideo_rl.training.outcome import sentence, table
+    from arvideo_rl.training.prompts import HELD_OUT_SEED, world_prompts
+    from arvideo_rl.training.rundir import write_json
+    from arvideo_rl.world.verify import frechet
+    from rewards import registry
+    from rewards.inverse_dynamics import InverseDynamics
+
+    quiet()
+    size = config.held_out
+    name = config.reward
+    rewards = {name: (registry.build(name), 1.0)}
+    prompts = world_prompts(HELD_OUT_SEED, size.prompts, size.frames + 3, config.style)
+    sources = [s for s in (config.against, config.generator) if s]
+    loaded = [load_any(s) for s in sources]
+    for _, _, text in loaded:
+        print(text)
+    if "--dry-run" in flags:
+        print(f"would generate {size.prompts} prompts x {size.noises} noises x {size.frames} frames for each")
+        return 0
+    with torch.no_grad():
+        found = [measure(g, m, prompts, rewards, size, f"measuring {s}") for (g, m, _), s in zip(loaded, sources)]
+    if config.against:
+        result = compare(found[0], found[1], {name: 1.0}, size)
+        Console().print(table(result, f"{config.generator} against {config.against}"))
+        print(sentence(result))
+    else:
+        result = {}
+        for key, value in found[0].values.items():
+            by_prompt = value.double().nanmean(1)
+            se = by_prompt.std().item() / math.sqrt(len(by_prompt))
+            result[key] = {"value": by_prompt.mean().item(), "se": se, "n": len(by_prompt)}
+            print(f"{key:<26} {result[key]['value']:8.4f} +- {se:.4f}")
+        reference = InverseDynamics("idm_heldout").frechet_reference
+        result["frechet"] = {"value": frechet(found[0].features.flatten(0, -2), *reference), "n": len(prompts)}
+        print(f"{'frechet (lower is better)':<26} {result['frechet']['value']:8.4f}")
+    if config.out:
+        write_json(Path(config.out), result)
+        print(f"wrote {config.out}")
+    return 0

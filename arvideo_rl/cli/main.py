@@ -1,0 +1,102 @@
+"""Parse the command line, run one command, turn errors a user can mend into one line.
+
+One style: a YAML file or preset name, then ``key=value``. Only --help, --dry-run, --debug and --version are flags.
+Commands import what they need when they run, so that ``--help`` and ``doctor`` answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from typing import NoReturn
+
+COMMANDS = {  # name -> (module, one line)
+    "align": ("arvideo_rl.cli.align", "align a generator with rewards, from a YAML file"),
+    "distill": ("arvideo_rl.cli.distill", "make the tiny generator from the embedded world"),
+    "generate": ("arvideo_rl.cli.generate", "stream videos from prompts to mp4, gif or png"),
+    "score": ("arvideo_rl.cli.score", "score video files with a reward"),
+    "rewards": ("arvideo_rl.cli.rewards", "list rewards; train the inverse-dynamics reward"),
+    "evaluate": ("arvideo_rl.cli.evaluate", "measure a generator or a run on the held-out prompts"),
+    "doctor": ("arvideo_rl.cli.doctor", "say what is installed and what is missing"),
+}
+FLAGS = ("--help", "-h", "--dry-run", "--debug", "--version")
+
+USAGE = """arvideo: align, stream and score causal video generators
+
+  arvideo <command> [config.yaml | preset] [key=value ...] [--dry-run] [--debug] [--help]
+
+commands
+{commands}
+
+arvideo <command> --help shows a command's keys with their defaults.
+--dry-run says what would be done; --debug shows tracebacks; --version prints the version."""
+
+
+class UsageError(ValueError):
+    """The command line itself is wrong; the message is one line."""
+
+
+def usage() -> str:
+    """The text of ``arvideo --help``."""
+    return USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()))
+
+
+def split(args: list[str]) -> tuple[list[str], list[str], set[str]]:
+    """(plain words, key=value items, flags); UsageError for an unknown flag."""
+    words, items, flags = [], [], set()
+    for arg in args:
+        if arg.startswith("-") and "=" not in arg.split(" ")[0]:
+            if arg not in FLAGS:
+                raise UsageError(f"unknown flag {arg}; flags are {', '.join(FLAGS)}, everything else is key=value")
+            flags.add("--help" if arg == "-h" else arg)
+        elif "=" in arg and arg.split("=", 1)[0].replace(".", "").replace("_", "").isalnum():
+            items.append(arg)
+        else:
+            words.append(arg)
+    return words, items, flags
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point; exits 0, 1 (a user's error), 2 (wrong usage) or 130 (interrupted)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        sys.exit(_run(args))
+    except UsageError as error:
+        _fail(f"{error}", 2)
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command continues from the last checkpoint", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        if "--debug" in args:
+            raise
+        _fail(" ".join(str(error).split()) or type(error).__name__, 1)
+
+
+def _run(args: list[str]) -> int:
+    words, items, flags = split(args)
+    if "--version" in flags:
+        from importlib.metadata import version
+
+        print(f"arvideo-rl {version('arvideo-rl')}")
+        return 0
+    if not words:
+        print(usage())
+        return 0 if "--help" in flags else 2
+    name, *rest = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(COMMANDS)}"
+        raise UsageError(f"unknown command {name!r}; {hint}")
+    command = importlib.import_module(COMMANDS[name][0])
+    if "--help" in flags:
+        print(command.help_text())
+        return 0
+    return command.run(rest, items, flags) or 0
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"arvideo: {message}", file=sys.stderr)
+    sys.exit(code)

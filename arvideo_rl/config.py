@@ -1,0 +1,149 @@
+"""Configuration: dataclasses are the schema, YAML is the data, OmegaConf merges.
+
+A file may start from another with one ``base:`` line (relative to itself). Dotted ``key=value`` overrides come last.
+Unknown keys are errors that name the nearest known one. Values are taken literally: no interpolation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A configuration a user must change; the message is one line."""
+
+
+def presets() -> Path:
+    """The folder of shipped presets: configs/ of a checkout, or the copy inside the installed package."""
+    here = Path(__file__).resolve().parent
+    return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
+
+
+def find(source: str) -> Path:
+    """The file for a path or a preset name such as ``align/tiny_nft``."""
+    given = Path(source)
+    named = presets() / (source.removeprefix("configs/").removesuffix(".yaml") + ".yaml")
+    for path in (given, named):
+        if path.is_file():
+            return path
+    known = sorted(str(p.relative_to(presets()).with_suffix("")) for p in presets().rglob("*.yaml"))
+    raise ConfigError(f"no configuration at {source!r}; give a YAML file or a preset: {', '.join(known)}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One YAML file with its bases merged underneath, as plain data."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        data = yaml.safe_load(text) or {}
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold keys and values, not a {type(data).__name__}")
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    below = path.parent / base
+    if not below.is_file():
+        raise ConfigError(f"{path}: base {base!r} is not a file next to it")
+    return _merge(read(below), data)
+
+
+def _merge(low: dict, high: dict) -> dict:
+    out = dict(low)
+    for k, v in high.items():
+        out[k] = _merge(out[k], v) if isinstance(v, dict) and isinstance(out.get(k), dict) else v
+    return out
+
+
+def load(schema: type[T], source: str | None, overrides: list[str]) -> T:
+    """Build ``schema`` from a file (or None: its defaults) and ``key=value`` overrides."""
+    data = read(find(source)) if source else {}
+    for item in overrides:
+        key, eq, value = item.partition("=")
+        if not eq or not key:
+            raise ConfigError(f"override {item!r} is not key=value")
+        here = data
+        *parents, last = key.split(".")
+        for name in parents:
+            here = here.setdefault(name, {})
+            if not isinstance(here, dict):
+                raise ConfigError(f"override {item!r}: {name} holds a value, not keys")
+        try:
+            here[last] = yaml.safe_load(value) if value else ""
+        except yaml.YAMLError:
+            here[last] = value
+    _check(schema, data, "")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), _literal(data))
+        return typing.cast(T, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
+        raise ConfigError(f"{key}{str(error).splitlines()[0]}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _literal(data: Any) -> Any:
+    """Escape what OmegaConf would interpolate."""
+    if isinstance(data, dict):
+        return {k: _literal(v) for k, v in data.items()}
+    if isinstance(data, list):
+        return [_literal(v) for v in data]
+    return data.replace("${", "\\${") if isinstance(data, str) else data
+
+
+def _check(schema: type, data: dict, where: str) -> None:
+    """Refuse unknown keys at any depth, naming the nearest known one."""
+    hints = typing.get_type_hints(schema)
+    for key, value in data.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, 1, 0.5)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known here: {', '.join(hints)}"
+            raise ConfigError(f"unknown key {where}{key}; {hint}")
+        kind = _dataclass_of(hints[key])
+        if kind is not None and isinstance(value, dict):
+            inner = value.values() if _is_mapping(hints[key]) else [value]
+            names = value.keys() if _is_mapping(hints[key]) else [None]
+            for name, item in zip(names, inner):
+                path = f"{where}{key}." + (f"{name}." if name is not None else "")
+                if not isinstance(item, dict):
+                    raise ConfigError(f"{path[:-1]} must hold keys, e.g. {', '.join(f.name for f in fields(kind))}")
+                _check(kind, item, path)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return typing.get_origin(hint) is dict
+
+
+def _dataclass_of(hint: Any) -> type | None:
+    """The dataclass in a hint: itself, dict[str, D], or D | None."""
+    if is_dataclass(hint):
+        return typing.cast(type, hint)
+    if typing.get_origin(hint) in (dict, types.UnionType, typing.Union):
+        return next((a for a in typing.get_args(hint) if is_dataclass(a)), None)  # type: ignore[return-value]
+    return None
+
+
+def defaults(schema: type) -> dict[str, Any]:
+    """The schema's default values by field name (for --help)."""
+    out = {}
+    for f in fields(schema):
+        out[f.name] = (
+            f.default
+            if f.default is not MISSING
+            else (f.default_factory() if f.default_factory is not MISSING else None)
+        )
+    return out

@@ -1,0 +1,145 @@
+"""Three policies over one set of weights: ``current`` is trained, ``old`` made the data, ``start`` is where it began.
+
+With LoRA they are adapters on one frozen base (start = the base alone); with full fine-tuning they are copies.
+Adapters are float32 whatever the base is. A policy is only ever used inside ``using(name)``, which hands out the model
+and leaves ``current`` active on exit, so a later backward (and recomputation under checkpointing) sees the right one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from arvideo_rl.generators.transformer import CausalWan, Prediction
+
+LINEARS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")  # the ten linears of a block
+
+
+@dataclass
+class PolicyConfig:
+    """How the trained policy is parametrised."""
+
+    kind: str = "lora"  # lora or full
+    rank: int = 32
+    alpha: float = 32.0
+    targets: tuple[str, ...] = field(default=LINEARS)  # suffixes of the linears inside the blocks that get an adapter
+
+
+class Policies:
+    """Make the three policies over ``transformer``, which from now on belongs to this object."""
+
+    def __init__(self, transformer: CausalWan, config: PolicyConfig, seed: int = 0) -> None:
+        if config.kind not in ("lora", "full"):
+            raise ValueError(f"policy kind {config.kind!r} is unknown; choose lora or full")
+        self.kind = config.kind
+        self.old_is_current = True
+        transformer.requires_grad_(config.kind == "full").eval()
+        self.model = transformer
+        self._active: nn.Module = transformer
+        if config.kind == "full":
+            self._copies = {name: copy.deepcopy(transformer).requires_grad_(False) for name in ("old", "start")}
+            return
+        lora = LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, target_modules=_block_linears(transformer, config.targets)
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for name in ("current", "old"):
+                transformer.add_adapter(lora, adapter_name=name)
+        for key, p in transformer.named_parameters():
+            if "lora_" in key:
+                p.data = p.data.float()
+        self.copy("current", "old", keep=0.0)
+        transformer.set_adapter("current")
+
+    def __call__(self, *args, **kwargs) -> Prediction:
+        """Run the policy in scope (``current`` outside any scope)."""
+        return self._active(*args, **kwargs)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[nn.Module]:
+        """Scope in which policy ``name`` answers; also hands out its model. ``old`` and ``start`` must run without
+        gradient and before ``current``."""
+        if name not in ("current", "old", "start"):
+            raise ValueError(f"policy {name!r} is unknown; choose current, old or start")
+        if name != "current" and torch.is_grad_enabled():
+            raise RuntimeError(f"policy {name!r} is frozen: use it under torch.no_grad()")
+        if self.kind == "full":
+            outer, self._active = self._active, self.model if name == "current" else self._copies[name]
+            try:
+                yield self._active
+            finally:
+                self._active = outer
+            return
+        if name == "old":
+            self.model.set_adapter("old")
+        elif name == "start":
+            self.model.disable_adapters()
+        try:
+            yield self.model
+        finally:
+            if name == "start":
+                self.model.enable_adapters()
+            self.model.set_adapter("current")
+
+    def parameters(self, name: str = "current") -> dict[str, nn.Parameter]:
+        """The parameters that make up ``current`` or ``old``, by name without the policy's."""
+        if self.kind == "full":
+            model = self.model if name == "current" else self._copies[name]
+            return dict(model.named_parameters())
+        tag = f".{name}.weight"
+        return {k.removesuffix(tag): p for k, p in self.model.named_parameters() if "lora_" in k and k.endswith(tag)}
+
+    @torch.no_grad()
+    def copy(self, source: str, target: str, keep: float) -> None:
+        """target <- keep * target + (1 - keep) * source."""
+        a, b = self.parameters(source), self.parameters(target)
+        for key, p in b.items():
+            p.lerp_(a[key].to(p.dtype), 1 - keep)
+        self.old_is_current = keep == 0.0
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """L2 distance of current from old, over all trained parameters."""
+        a, b = self.parameters("current"), self.parameters("old")
+        return float(sum((a[k].float() - b[k].float()).square().sum() for k in a)) ** 0.5
+
+    def check_backward(self) -> None:
+        """Raise unless exactly the current policy's parameters are trainable and the current adapter is active."""
+        wanted = {id(p) for p in self.parameters("current").values()}
+        found = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if wanted != found:
+            raise RuntimeError(f"{len(found)} parameters are trainable where the current policy has {len(wanted)}")
+        if self.kind == "lora" and self.model.active_adapters() != ["current"]:
+            raise RuntimeError(f"adapter {self.model.active_adapters()} is active at backward instead of current")
+
+    def state(self) -> dict[str, Tensor]:
+        """All policy tensors, for a checkpoint."""
+        return {f"{n}/{k}": p.detach() for n in ("current", "old") for k, p in self.parameters(n).items()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor], old_is_current: bool) -> None:
+        """Restore what :meth:`state` gave; every tensor must be there with its shape."""
+        mine = self.state()
+        if set(mine) != set(state):
+            odd = sorted(set(mine) ^ set(state))[:3]
+            raise ValueError(f"checkpoint does not fit this policy; differing names: {', '.join(odd)} ...")
+        for key, p in mine.items():
+            p.copy_(state[key])
+        self.old_is_current = old_is_current
+
+
+def _block_linears(transformer: nn.Module, suffixes: tuple[str, ...]) -> list[str]:
+    names = [
+        k for k, m in transformer.named_modules()
+        if k.startswith("blocks.") and isinstance(m, nn.Linear) and k.endswith(tuple(suffixes))
+    ]  # fmt: skip
+    if not names:
+        raise ValueError(f"policy targets {list(suffixes)} match no linear of the blocks; known: {', '.join(LINEARS)}")
+    return names

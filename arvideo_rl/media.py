@@ -1,0 +1,283 @@
+"""Videos to and from files: H.264 that browsers play, GIF, and contact sheets.
+
+Shape letters: B batch (1 here), T pixel frames, H W pixels. Pixels are RGB, float in [0, 1] or uint8.
+ffmpeg comes with imageio-ffmpeg; it is run once per file, so that a failure of it is seen and reported.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Real
+from pathlib import Path
+
+import cv2
+import imageio_ffmpeg
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont, ImageSequence
+from torch import Tensor
+
+WRITES = (".mp4", ".gif", ".png")
+VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".mpg", ".mpeg", ".ts", ".ogv", ".flv", ".wmv")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+OVERSHOOT = 0.1  # decoders leave [0, 1] by a little and are clamped; [-1, 1] or [0, 255] is a mistake of the caller
+GAP = 2  # pixels between the frames of a sheet
+PAPER = 255  # colour behind the frames of a sheet
+SHEET_WIDTH = 1280  # a .png wraps its frames at about this width, but not below 4 in a row
+
+Rate = float | Fraction  # int and numpy scalars too
+
+
+def write_video(path: str | Path, pixels: Tensor | np.ndarray, fps: Rate, scale: int = 1) -> Path:
+    """Write one video; the suffix of ``path`` chooses .mp4 (H.264 yuv420p), .gif or .png (a sheet of the frames).
+
+    ``pixels`` [T, 3, H, W] or [1, T, 3, H, W], float in [0, 1] or uint8; ``fps`` in pixel frames a second;
+    every pixel becomes ``scale`` x ``scale`` pixels. An mp4 of an odd size gets one more row or column, a copy of the
+    last. The file appears whole or not at all. Returns the path; raises ValueError, and OSError if writing fails.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in WRITES:
+        raise ValueError(f"{path}: cannot write a {suffix or 'file without a suffix'}; use .mp4, .gif or .png")
+    rate = frame_rate(fps)
+    if suffix == ".gif" and rate > 50:  # delays are in 1/100 s and browsers slow down anything shorter than 2 of them
+        raise ValueError(f"{path}: fps is {fps}, but a .gif plays at most 50; use .mp4")
+    frames = enlarge(to_uint8(pixels), scale)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{suffix}")  # keeps the suffix: it tells ffmpeg the format
+    try:
+        if suffix == ".png":
+            columns = max(4, (SHEET_WIDTH + GAP) // (frames.shape[2] + GAP))
+            Image.fromarray(_grid(frames, columns)).save(partial)
+        else:
+            _encode(partial, frames, rate, name=path)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def read_video(path: str | Path, fps: Rate | None = None) -> tuple[Tensor, float]:
+    """Read a video file, or a folder of images in the natural order of their names, as float32 [T, 3, H, W] in [0, 1].
+
+    Returns (pixels, frames a second). ``fps`` is needed for a folder and replaces what a file states. A file of a
+    varying rate gives its frames as they are, with the mean rate. Raises ValueError when there is no whole video.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if fps is None:
+            raise ValueError(f"{path}: a folder of images states no frame rate; pass fps")
+        frames, rate = _read_folder(path), float(frame_rate(fps))
+    else:
+        frames = _decode(path)
+        rate = _stated_rate(path) if fps is None else float(frame_rate(fps))
+        if not (math.isfinite(rate) and rate > 0):
+            raise ValueError(f"{path}: the file states no frame rate; pass fps")
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255, rate
+
+
+def contact_sheet(
+    videos: Sequence[Tensor | np.ndarray], labels: Sequence[str] | None = None, scale: int = 1, every: int = 1
+) -> np.ndarray:
+    """Draw one video a row, every ``every``-th frame from left to right, each row under its label if given.
+
+    ``videos``: any number of [T, 3, H, W] of any sizes, float in [0, 1] or uint8. Returns uint8 [H', W', 3]; a label
+    wider than the sheet is cut. Raises ValueError.
+    """
+    if len(videos) == 0:
+        raise ValueError("videos is empty; pass at least one [T, 3, H, W]")
+    if labels is not None and len(labels) != len(videos):
+        raise ValueError(f"labels has {len(labels)} entries for {len(videos)} videos; pass one for each")
+    _check_count("every", every)
+    rows = [_grid(enlarge(to_uint8(video)[::every], scale)) for video in videos]
+    width = max(row.shape[1] for row in rows)
+    parts: list[np.ndarray] = []
+    if labels is not None:
+        width = max(width, 240)  # a short video of a small world still shows the start of its prompt
+    for i, row in enumerate(rows):
+        if labels is not None:
+            parts.append(_text(labels[i], width))
+        parts.append(np.pad(row, ((0, GAP), (0, width - row.shape[1]), (0, 0)), constant_values=PAPER))
+    return np.concatenate(parts)
+
+
+def write_sheet(path: str | Path, sheet: np.ndarray) -> Path:
+    """Write what :func:`contact_sheet` drew, uint8 [H, W, 3], as a .png that appears whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        Image.fromarray(sheet).save(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def side_by_side(left: Tensor, right: Tensor, gap: int = 2) -> Tensor:
+    """Join two videos [T, 3, H, W] with ``gap`` white columns between: [T, 3, H, W_left + gap + W_right].
+
+    Raises ValueError when frames, heights or dtypes differ.
+    """
+    if left.ndim != 4 or right.ndim != 4 or left.shape[:3] != right.shape[:3] or left.dtype != right.dtype:
+        seen = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
+        raise ValueError(f"cannot join {seen}; pass two [T, 3, H, W] of one dtype with equal T and H")
+    white = left.new_full((*left.shape[:3], gap), 255 if left.dtype == torch.uint8 else 1)
+    return torch.cat((left, white, right.to(left.device)), dim=3)
+
+
+def to_uint8(pixels: Tensor | np.ndarray) -> np.ndarray:
+    """Turn [T, 3, H, W] or [1, T, 3, H, W] into uint8 [T, H, W, 3]: floats x 255 and rounded, uint8 as it is.
+
+    A little outside [0, 1] is clamped. Raises ValueError for NaN, another range, another shape or another dtype.
+    """
+    video = torch.as_tensor(pixels).detach()
+    shape = tuple(video.shape)
+    if video.ndim == 5:
+        if shape[0] != 1:
+            raise ValueError(f"pixels has shape {shape}, {shape[0]} videos; pass them one at a time, as [T, 3, H, W]")
+        video = video[0]
+    if video.ndim != 4 or video.shape[1] != 3:
+        raise ValueError(f"pixels has shape {shape}; expected [T, 3, H, W]")
+    if video.numel() == 0:
+        raise ValueError(f"pixels has shape {shape}, which holds no pixel; pass at least one frame")
+    if video.is_floating_point():
+        video = video.float()
+        bad = (~video.isfinite()).flatten(1).any(1).nonzero()
+        if len(bad):
+            raise ValueError(f"pixels is not finite in {len(bad)} of {len(video)} frames, first in frame {int(bad[0])}")
+        low, high = (float(v) for v in torch.aminmax(video))
+        if low < -OVERSHOOT or high > 1 + OVERSHOOT:
+            raise ValueError(f"pixels spans [{low:.3g}, {high:.3g}]; expected floats in [0, 1], or uint8")
+        video = (video.clamp(0, 1) * 255).round().to(torch.uint8)
+    elif video.dtype != torch.uint8:
+        raise ValueError(f"pixels is {video.dtype}; pass floats in [0, 1], or uint8")
+    return np.ascontiguousarray(video.permute(0, 2, 3, 1).cpu().numpy())
+
+
+def frame_rate(fps: Rate) -> Fraction:
+    """Turn an int, float, Fraction or numpy scalar into the exact rate given to ffmpeg. ValueError unless > 0."""
+    if isinstance(fps, (np.ndarray, Tensor)) and fps.ndim == 0:
+        fps = fps.item()
+    rate = Fraction(0)
+    if isinstance(fps, Real) and not isinstance(fps, bool) and math.isfinite(fps):
+        rate = Fraction(fps if isinstance(fps, Fraction) else float(fps)).limit_denominator(100_000)
+    if rate <= 0:
+        raise ValueError(f"fps is {fps!r}; pass one positive finite number, in pixel frames a second")
+    return rate
+
+
+def enlarge(frames: np.ndarray, scale: int) -> np.ndarray:
+    """Repeat every pixel of [T, H, W, 3] ``scale`` times both ways, so that tiny clips stay sharp when seen large."""
+    _check_count("scale", scale)
+    return frames.repeat(scale, axis=1).repeat(scale, axis=2)
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} is {value!r}; pass a whole number, 1 or more")
+
+
+def _grid(frames: np.ndarray, columns: int | None = None) -> np.ndarray:
+    """Lay frames [T, H, W, 3] in rows of at most ``columns`` (None: one row) with a thin gap between."""
+    t, h, w, _ = frames.shape
+    columns = min(t, columns or t)
+    rows = -(-t // columns)
+    sheet = np.full((rows * (h + GAP) - GAP, columns * (w + GAP) - GAP, 3), PAPER, np.uint8)
+    for i, frame in enumerate(frames):
+        y, x = (i // columns) * (h + GAP), (i % columns) * (w + GAP)
+        sheet[y : y + h, x : x + w] = frame
+    return sheet
+
+
+def _text(label: str, width: int) -> np.ndarray:
+    """One line of black text, cut to ``width`` pixels: uint8 [H, width, 3]."""
+    font = ImageFont.load_default(size=13)
+    line = " ".join(str(label).split())
+    whole = line
+    while line and font.getlength(line + "…" * (line != whole)) > width - 2 * GAP:
+        line = line[:-1]
+    image = Image.new("RGB", (width, 20), (PAPER,) * 3)
+    ImageDraw.Draw(image).text((GAP, 2), line + "…" * (line != whole), fill=(0, 0, 0), font=font)
+    return np.asarray(image)
+
+
+def _encode(target: Path, frames: np.ndarray, rate: Fraction, name: Path) -> None:
+    """Write uint8 [T, H, W, 3] to ``target`` (.mp4 or .gif); errors speak of ``name``."""
+    if target.suffix == ".mp4":
+        h, w = frames.shape[1:3]
+        frames = np.pad(frames, ((0, 0), (0, h % 2), (0, w % 2), (0, 0)), mode="edge")  # yuv420p halves both sides
+        # The matrix is stated: left out, players guess it from the size and colours shift.
+        colours = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=bt709"
+        options = f"-vf scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,{colours}"
+        options += " -c:v libx264 -crf 12 -movflags +faststart"
+    else:
+        options = "-filter_complex split[a][b];[a]palettegen[p];[b][p]paletteuse -loop 0"
+    t, h, w, _ = frames.shape
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{w}x{h}", "-r", str(rate), "-i", "-"]
+    arguments = [*source, *options.split(), "-y", str(target.resolve())]
+    _ffmpeg(arguments, OSError, f"{name}: cannot write", frames.tobytes())
+
+
+def _decode(path: Path) -> np.ndarray:
+    """Every frame of a video file: uint8 [T, H, W, 3]."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    if path.suffix.lower() not in VIDEOS:  # ffmpeg would draw a text file as a video
+        hint = "pass the folder of images" if path.suffix.lower() in IMAGES else f"expected one of {' '.join(VIDEOS)}"
+        raise ValueError(f"{path}: {path.suffix or 'a file without a suffix'} is not a video; {hint}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty")
+    # PPM pictures carry their own size. passthrough: no frame is repeated or dropped. xerror: no half-read file.
+    options = "-map 0:v:0 -fps_mode passthrough -c:v ppm -pix_fmt rgb24 -f image2pipe -"
+    data = _ffmpeg(["-xerror", "-i", str(path.resolve()), *options.split()], ValueError, f"{path}: cannot read")
+    header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
+    if header is None:
+        raise ValueError(f"{path}: the file holds no video frame")
+    w, h = int(header[1]), int(header[2])
+    pictures = np.frombuffer(data, np.uint8).reshape(-1, header.end() + h * w * 3)
+    return pictures[:, header.end() :].reshape(-1, h, w, 3).copy()
+
+
+def _stated_rate(path: Path) -> float:
+    """Mean frames a second of a file that was decoded. Not ffmpeg's word: it prints two decimals, 23.98 for 23.976."""
+    if path.suffix.lower() != ".gif":
+        return cv2.VideoCapture(str(path.resolve())).get(cv2.CAP_PROP_FPS)
+    with Image.open(path) as image:  # OpenCV guesses here: it takes the shortest delay for all of them
+        delays = [frame.info.get("duration", 0) for frame in ImageSequence.Iterator(image)]
+    return 1000 * len(delays) / sum(delays) if sum(delays) else 0.0
+
+
+def _read_folder(folder: Path) -> np.ndarray:
+    """The images of a folder, frame_2 before frame_10: uint8 [T, H, W, 3]."""
+    names = [p for p in folder.iterdir() if p.suffix.lower() in IMAGES and not p.name.startswith(".")]
+    names.sort(key=lambda p: [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", p.name)])
+    if not names:
+        raise ValueError(f"{folder}: the folder holds no image ({' '.join(IMAGES)})")
+    frames: list[np.ndarray] = []
+    for name in names:
+        try:
+            with Image.open(name) as image:
+                frames.append(np.asarray(image.convert("RGB")))
+        except OSError as error:
+            raise ValueError(f"{name}: cannot read this image: {error}") from None
+        if frames[-1].shape != frames[0].shape:
+            (h, w), (h0, w0) = frames[-1].shape[:2], frames[0].shape[:2]
+            raise ValueError(f"{name}: {w}x{h}, but {names[0].name} is {w0}x{h0}; a video has one size")
+    return np.stack(frames)
+
+
+def _ffmpeg(arguments: list[str], error: type[Exception], what: str, data: bytes = b"") -> bytes:
+    """Run ffmpeg on ``data`` and return its standard output, or raise ``error`` with its first complaint."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-v", "error", *arguments]
+    done = subprocess.run(command, input=data, capture_output=True)
+    if done.returncode:
+        said = (done.stderr.decode(errors="replace").strip() or "nothing").splitlines()[0]
+        said = re.sub(r"^\[.*?\] ", "", said)  # which part of ffmpeg speaks, and its address in memory
+        raise error(f"{what}: ffmpeg says: {said}")
+    return done.stdout

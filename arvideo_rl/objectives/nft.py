@@ -1,0 +1,134 @@
+"""NFT: policy optimisation on the forward process, computed where the sampler goes.
+
+Two published weightings: ``diffusion_nft`` (NVlabs/DiffusionNFT: errors divided by their own detached size, loss scaled
+by adv_clip / beta, KL in v) and ``astrolabe`` (franklinz233/Astrolabe: plain x0 errors, no scale, KL in x0).
+What differs here from both: the context is the rolling, clean, detached cache of the recorded rollout, and the levels
+are the sampler's own (warped) ones; neither public trainer does that.
+
+    r = clip(1/2 + A / (2 adv_clip), 0, 1);  x0_+- = x0_old +- beta (x0_cur - x0_old)
+    loss = scale * (r |x0_+ - x0|^2 / w_+ + (1 - r) |x0_- - x0|^2 / w_-) + kl_weight * KL(cur, start)
+
+Needs: clean latents, advantages, the old policy, the start policy when kl_weight > 0. No trajectory, no likelihood.
+Shape letters: B branches, M levels per chunk, F C H W a chunk's latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.objectives.record import Record, walk
+from samplers.kernels import forward
+from samplers.randomness import generator, normal
+
+
+@dataclass
+class NFT:
+    """Options of the objective; see docs/objectives/nft.md."""
+
+    weighting: str = "diffusion_nft"  # or astrolabe
+    beta: float = 1.0  # how far the two implicit policies lie from the old one
+    adv_clip: float = 5.0  # advantages are clipped to +- this; maps them to r
+    kl_weight: float = 1e-3  # pull towards the start point
+    kl_space: str = "v"  # v: mean (v - v_start)^2; x0: mean (x0 - x0_start)^2 = t^2 times that
+    levels_per_chunk: int = 2  # of the sampler's levels, drawn without repetition for every chunk
+    context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
+
+    exploration = "independent"  # branches differ in all their noise
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("weighting", self.weighting, ("diffusion_nft", "astrolabe")),
+            ("kl_space", self.kl_space, ("v", "x0")),
+            ("context_writer", self.context_writer, ("old", "current")),
+        ):
+            if value not in known:
+                raise ValueError(f"objective {name} {value!r} is unknown; choose {' or '.join(known)}")
+        if self.beta <= 0 or self.adv_clip <= 0 or self.kl_weight < 0 or self.levels_per_chunk < 1:
+            raise ValueError("objective needs beta > 0, adv_clip > 0, kl_weight >= 0 and levels_per_chunk >= 1")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the trainer must provide."""
+        return frozenset({"old"} | ({"start"} if self.kl_weight > 0 else set()))
+
+    def losses(
+        self, policies, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]
+    ) -> Iterator[tuple[Tensor, dict[str, float]]]:
+        """Yield (loss, metrics) per chunk: means over branches, levels and elements, divided by the chunk count, so
+        that the sum over chunks is the mean. Call backward on each before asking for the next: one chunk's graph.
+
+        ``adv`` [B, K]; ``levels`` are the sampler's warped levels.
+        """
+        m = min(self.levels_per_chunk, len(levels))
+        chunks = adv.shape[1]
+        for k, start, stop, context in walk(denoiser, record.latents, lambda: policies.using(self.context_writer)):
+            x0 = record.latents[:, start:stop]
+            t = chunk_levels(record, k, m, levels).to(x0.device)  # [M, B]
+            eps = torch.stack([normal(record.keys, k, i, "forward", tuple(x0.shape[1:])) for i in range(m)]).to(
+                x0.device
+            )
+            x = forward(x0, eps, t[:, :, None, None, None, None]).flatten(0, 1)
+            rows = t.flatten()
+            with torch.no_grad():  # before the current policy's forward: switching adapters after it loses gradients
+                ref = None
+                if self.kl_weight > 0:
+                    with policies.using("start") as model:
+                        ref = model(x, rows, context)
+                old = None
+                if not policies.old_is_current:
+                    with policies.using("old") as model:
+                        old = model(x, rows, context).x0
+            with policies.using("current") as model:
+                cur = model(x, rows, context)
+            old = cur.x0.detach() if old is None else old
+            clean, a = x0.repeat(m, 1, 1, 1, 1), adv[:, k].repeat(m)
+            policy = policy_loss(cur.x0, old, clean, a, self.beta, self.adv_clip, self.weighting)
+            kl = kl_loss(cur, ref, self.kl_space) if ref is not None else torch.zeros_like(policy)
+            loss = (policy + self.kl_weight * kl).mean() / chunks
+            yield loss, self._metrics(policy, kl, cur.x0, old, a, t, levels)
+
+    def _metrics(self, policy, kl, cur, old, a, t, levels) -> dict[str, float]:
+        drift = (cur.detach() - old).square().mean((1, 2, 3, 4))
+        out = {"policy_loss": policy.mean().item(), "kl": kl.mean().item(), "x0_moved": drift.mean().item()}
+        out["mean_signal"] = (a.clamp(-self.adv_clip, self.adv_clip) / self.adv_clip).mean().item()
+        for level in levels:
+            at = (t.flatten() - level).abs() < 1e-6
+            if at.any():
+                out[f"loss_at/t{level:.3f}"] = policy[at].mean().item()
+        return out
+
+
+def chunk_levels(record: Record, chunk: int, count: int, levels: tuple[float, ...]) -> Tensor:
+    """Levels [count, B] for one chunk: ``count`` different ones per branch, drawn by the branch's own key."""
+    draws = [generator(key, chunk, 0, "t").permutation(len(levels))[:count] for key in record.keys]
+    return torch.tensor([[levels[i] for i in row] for row in draws], dtype=torch.float32).T
+
+
+def policy_loss(
+    cur: Tensor, old: Tensor, x0: Tensor, adv: Tensor, beta: float, adv_clip: float, weighting: str
+) -> Tensor:
+    """The policy term [B] from predictions and clean latents [B, ...] and advantages [B]; gradient through cur only.
+
+    Source of the formula: DiffusionNFT scripts/train_nft_sd3.py, Astrolabe scripts/train_nft_wan.py.
+    """
+    dims = tuple(range(1, x0.ndim))
+    r = (0.5 + adv.double() / (2 * adv_clip)).clamp(0, 1)
+    old, x0, cur = old.detach().double(), x0.double(), cur.double()
+    step = beta * (cur - old)
+    plus, minus = old + step - x0, old - step - x0
+    if weighting == "astrolabe":
+        return (r * plus.square().mean(dims) + (1 - r) * minus.square().mean(dims)).float()
+    w_plus, w_minus = (e.detach().abs().mean(dims).clamp_min(1e-5) for e in (plus, minus))
+    terms = r * plus.square().mean(dims) / w_plus + (1 - r) * minus.square().mean(dims) / w_minus
+    return (terms * adv_clip / beta).float()
+
+
+def kl_loss(cur, ref, space: str) -> Tensor:
+    """Pull towards the start point [B]: mean squared difference of v or of x0."""
+    a, b = (cur.v, ref.v) if space == "v" else (cur.x0, ref.x0)
+    return (a.float() - b.detach().float()).square().mean(tuple(range(1, a.ndim)))

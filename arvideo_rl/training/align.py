@@ -1,0 +1,176 @@
+"""Alignment: prompts -> rollouts -> rewards -> advantages -> update, one straight road.
+
+Every process draws and trains its share of the branches; rewards are gathered, so advantages see whole groups, and
+gradients are summed once per update. Gradients are reduced by hand and not by a DDP wrapper, because an update runs
+many small backwards (one chunk's graph each) and needs one reduction.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.generators.policies import Policies
+from arvideo_rl.objectives.advantages import advantages, worst_of_group
+from arvideo_rl.objectives.record import Record, context_gap
+from arvideo_rl.training import rundir
+from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
+from arvideo_rl.training.rollout import clips_of, reward_table, roll_out
+from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, lag_keep
+from arvideo_rl.world.verify import VERIFIERS
+from samplers.randomness import Key
+
+
+class Run:
+    """One alignment run: what it holds between iterations and the two things it does, ``step`` and ``save``."""
+
+    def __init__(self, config: AlignConfig, accelerator: Accelerator) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.generator = Generator.load(config.generator).to(accelerator.device)
+        check(config, self.generator.streaming.chunk, accelerator.num_processes)
+        self.rewards = build_rewards(config.rewards)
+        self.objective = build_objective(config.objective)
+        self.prompts = training_prompts(config.prompts, config.frames)
+        prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
+        self.policies = Policies(self.generator.transformer, config.policy, config.seed)
+        self.optimizer = torch.optim.AdamW(
+            self.policies.parameters().values(), lr=config.lr, weight_decay=config.weight_decay
+        )
+        self.iteration = 0
+        self.seconds = 0.0  # spent in steps, over all resumes
+
+    def step(self) -> dict[str, float]:
+        """One iteration; returns its metrics."""
+        config, accelerator, begun = self.config, self.accelerator, time.time()
+        rows = prompt_rows(len(self.prompts), config.prompts_per_step, self.iteration, config.seed)
+        record, prompts = self._rollouts(rows)
+        rolled = time.time()
+        clips = clips_of(self.generator, record, prompts)
+        values, content = reward_table(self.rewards, clips)
+        adv, metrics = self._advantages(values, content, record.groups)
+        scored = time.time()
+        metrics |= self._update(record, adv)
+        self.iteration += 1
+        self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
+        actions = prompts.actions[:, : clips.frames.shape[1]]
+        for name, verify in VERIFIERS.items():
+            value = verify(clips.frames, list(prompts.texts), actions).mean().to(accelerator.device)
+            metrics[f"verifier/{name}"] = accelerator.reduce(value, "mean").item()
+        self.seconds += time.time() - begun
+        metrics |= {"seconds/rollout": rolled - begun, "seconds/reward": scored - rolled,
+                    "seconds/update": time.time() - scored}  # fmt: skip
+        return metrics
+
+    def _rollouts(self, rows: list[int]) -> tuple[Record, Prompts]:
+        """This process's share of prompts x group branches, drawn from the old policy."""
+        config, accelerator = self.config, self.accelerator
+        branches = [(row, g) for row in rows for g in range(config.group)]
+        share = len(branches) // accelerator.num_processes
+        mine = branches[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+        records = []
+        for i in range(0, share, config.rollout_batch):
+            block = mine[i : i + config.rollout_batch]
+            some = self.prompts.take([row for row, _ in block])
+            keys = [Key(config.seed, self.iteration, self.prompts.ids[row], g) for row, g in block]
+            groups = torch.tensor([row for row, _ in block])
+            with torch.no_grad(), self.policies.using("old") as model:
+                records.append(roll_out(self.generator, model, some, keys, config.frames, groups))
+        prompts = self.prompts.take([row for row, _ in mine])
+        takes_actions = self.generator.transformer.action_embedding is not None
+        script = self.generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
+        keys = [k for r in records for k in r.keys]
+        return Record(
+            torch.cat([r.latents for r in records]), script, keys, torch.cat([r.groups for r in records])
+        ), prompts
+
+    def _advantages(self, values: dict, content: dict, groups: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Weighted mean of the advantages of each reward [B, K] for this process's branches, and statistics."""
+        accelerator = self.accelerator
+        every_group = accelerator.gather(groups.to(accelerator.device)).cpu()
+        total, weights, metrics = None, 0.0, {}
+        for name, (_, weight) in self.rewards.items():
+            value = accelerator.gather(values[name].to(accelerator.device)).cpu()
+            fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
+            metrics[f"reward/{name}"] = value.nanmean().item()
+            metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
+            adv, stats = advantages(worst_of_group(value, fault, every_group), every_group, self.config.advantage)
+            metrics |= {f"reward/{name}/{k}": v for k, v in stats.items()}
+            total = weight * adv if total is None else total + weight * adv
+            weights += abs(weight)
+        assert total is not None
+        at = accelerator.process_index * len(groups)
+        return total[at : at + len(groups)] / weights, metrics
+
+    def _update(self, record: Record, adv: Tensor) -> dict[str, float]:
+        """One optimizer step on all branches, in micro-batches; equal to one large batch on one process."""
+        config, accelerator = self.config, self.accelerator
+        streaming = self.generator.streaming
+        adv = adv.to(accelerator.device)
+        whole = len(record) * accelerator.num_processes
+        seen: dict[str, list[float]] = {}
+        parameters = list(self.policies.parameters().values())
+        gap = None
+        for i in range(0, len(record), config.update_batch):
+            part = record.rows(slice(i, i + config.update_batch))
+            denoiser = Denoiser(self.policies, streaming.attention_window(), part.script)
+            if i == 0 and not self.policies.old_is_current:
+                old, current = (lambda n=n: self.policies.using(n) for n in ("old", "current"))
+                gap = context_gap(denoiser, part.latents, old, current)
+            for loss, metrics in self.objective.losses(
+                self.policies, denoiser, part, adv[i : i + len(part)], streaming.levels
+            ):
+                self.policies.check_backward()
+                accelerator.backward(loss * len(part) / whole)
+                for k, v in metrics.items():
+                    seen.setdefault(k, []).append(v)
+        _sum_gradients(parameters, accelerator)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"gradient is {norm.item()} at iteration {self.iteration}; lower lr ({config.lr})")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        out = _mean_over_processes(seen, accelerator)
+        out |= {"train/grad_norm": norm.item(), "train/policy_distance": self.policies.distance()}
+        if gap is not None:
+            out["train/context_gap"] = gap
+        return out
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        state = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
+        rundir.save_checkpoint(folder, self.iteration, self.policies.state(), self.optimizer.state_dict(), state)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint."""
+        tensors, optimizer, state = rundir.load_checkpoint(path)
+        self.policies.load_state(tensors, state["old_is_current"])
+        self.optimizer.load_state_dict(optimizer)
+        self.iteration, self.seconds = state["iteration"], state["seconds"]
+
+
+def _sum_gradients(parameters: list, accelerator: Accelerator) -> None:
+    """Add up gradients over processes; each process scaled its loss by the global number of branches."""
+    if accelerator.num_processes == 1:
+        return
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    flat = accelerator.reduce(flat, "sum")
+    at = 0
+    for p in parameters:
+        p.grad.copy_(flat[at : at + p.numel()].view_as(p))
+        at += p.numel()
+
+
+def _mean_over_processes(seen: dict[str, list[float]], accelerator: Accelerator) -> dict[str, float]:
+    """Mean of each metric over everything seen anywhere; processes may have seen different names."""
+    everything: dict[str, list[float]] = {}
+    for part in gather_object([seen]) if accelerator.num_processes > 1 else [seen]:
+        for k, v in part.items():
+            everything.setdefault(k, []).extend(v)
+    return {f"train/{k}": sum(v) / len(v) for k, v in sorted(everything.items())}

@@ -1,0 +1,156 @@
+"""The held-out comparison: fixed prompts x fixed noises, measured before and after, errors clustered by prompt.
+
+"It learned": the paired gain of the trained reward exceeds 3 standard errors. "Nothing was sacrificed": for every
+verifier the bad end of the 95 % interval of the paired change stays within a margin stated beforehand.
+Shape letters: P prompts, N noises per prompt, T pixel frames, D features.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.progress import hidden
+from arvideo_rl.training.prompts import Prompts
+from arvideo_rl.training.rollout import clips_of, reward_table, roll_out
+from arvideo_rl.world.verify import VERIFIERS, frechet
+from rewards.contract import Reward
+from rewards.inverse_dynamics import InverseDynamics
+from samplers.randomness import Key
+
+NOISE_SEED = 77_000_001  # fixed for ever: before and after see the same noise
+RESAMPLES = 400
+
+
+@dataclass
+class HeldOut:
+    """Size and margins of the comparison, stated before the run."""
+
+    prompts: int = 64
+    noises: int = 2
+    frames: int = 18
+    batch: int = 32  # clips generated at once
+    margin: float = 0.05  # share of the value before that a verifier may lose
+    margins: dict[str, float] = field(default_factory=lambda: {"frechet": 0.10})  # exceptions, by verifier
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything measured on one generator."""
+
+    values: dict[str, Tensor]  # name -> [P, N]
+    features: Tensor  # [P, N, T-1, D] of the held-out inverse-dynamics model
+    pixels: Tensor  # [P, N, T, 3, H, W] uint8
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For saving."""
+        return {f"values/{k}": v for k, v in self.values.items()} | {"features": self.features, "pixels": self.pixels}
+
+    @classmethod
+    def from_tensors(cls, data: dict[str, Tensor]) -> Measured:
+        """What :meth:`tensors` gave."""
+        values = {k.removeprefix("values/"): v for k, v in data.items() if k.startswith("values/")}
+        return cls(values, data["features"], data["pixels"])
+
+
+def measure(
+    generator: Generator, model, prompts: Prompts, rewards: dict[str, tuple[Reward, float]], size: HeldOut, title: str
+) -> Measured:
+    """Generate every prompt under every fixed noise and measure all rewards and verifiers."""
+    judge = InverseDynamics("idm_heldout", score="accuracy")
+    rows = [(p, n) for p in range(len(prompts)) for n in range(size.noises)]
+    blocks = [rows[i : i + size.batch] for i in range(0, len(rows), size.batch)]
+    found: dict[str, list[Tensor]] = {}
+    features, pixels = [], []
+    for block in track(blocks, title, disable=hidden(), transient=True):
+        some = prompts.take([p for p, _ in block])
+        keys = [Key(NOISE_SEED, 0, prompts.ids[p], n) for p, n in block]
+        groups = torch.tensor([p for p, _ in block])
+        whole = math.ceil(size.frames / generator.streaming.chunk) * generator.streaming.chunk
+        record = roll_out(generator, model, some, keys, whole, groups)
+        clips = clips_of(generator, record, some)
+        values, _ = reward_table(rewards, clips)
+        for name, value in values.items():
+            found.setdefault(f"reward/{name}", []).append(value.nanmean(1))
+        actions = some.actions[:, : clips.frames.shape[1]]
+        for name, verify in VERIFIERS.items():
+            found.setdefault(name, []).append(verify(clips.frames, list(some.texts), actions))
+        found.setdefault("actions_other_judge", []).append(judge(clips).value)
+        features.append(judge.features(clips.frames))
+        pixels.append((clips.frames * 255).round().to(torch.uint8))
+    shape = (len(prompts), size.noises)
+    return Measured(
+        {k: torch.cat(v).reshape(shape) for k, v in found.items()},
+        torch.cat(features).unflatten(0, shape), torch.cat(pixels).unflatten(0, shape),
+    )  # fmt: skip
+
+
+def paired(before: Tensor, after: Tensor) -> dict[str, float]:
+    """Before, after, mean paired change and its standard error clustered by prompt, from [P, N] values. Prompts that
+    are NaN on either side are left out and n says how many remain."""
+    change = (after - before).double().nanmean(1)
+    used = ~change.isnan()
+    n = int(used.sum())
+    se = (change[used].std() / math.sqrt(n)).item() if n > 1 else math.nan
+    b, a = (x.double().nanmean(1)[used].mean().item() for x in (before, after))
+    return {"before": b, "after": a, "delta": change[used].mean().item(), "se": se, "n": n}
+
+
+def paired_frechet(before: Tensor, after: Tensor, reference: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """The same for the Frechet distance of features [P, N, T-1, D]; the error comes from resampling prompts."""
+
+    def distance(features: Tensor, rows: np.ndarray) -> float:
+        return frechet(features[rows].flatten(0, -2), *reference)
+
+    everything = np.arange(before.shape[0])
+    b, a = distance(before, everything), distance(after, everything)
+    rng = np.random.default_rng(0)
+    draws = []
+    for _ in range(RESAMPLES):
+        rows = rng.integers(0, len(everything), len(everything))
+        draws.append(distance(after, rows) - distance(before, rows))
+    return {"before": b, "after": a, "delta": a - b, "se": float(np.std(draws, ddof=1)), "n": len(everything)}
+
+
+def compare(before: Measured, after: Measured, trained: dict[str, float], size: HeldOut) -> dict[str, Any]:
+    """The verdict. ``trained`` maps reward names to weights. Returns ``trained`` and ``verifiers`` (lists of objects
+    with name, before, after, delta, se, n; verifiers also margin and ok) and the two judgements."""
+    total = sum(abs(w) for w in trained.values())
+
+    def mixed(m: Measured) -> Tensor:
+        return torch.stack([w / total * m.values[f"reward/{k}"] for k, w in trained.items()]).sum(0)
+
+    name = "+".join(trained)
+    gain: dict[str, Any] = {"name": name, **paired(mixed(before), mixed(after))}
+    verifiers: list[dict[str, Any]] = []
+    for key in before.values:
+        if key.startswith("reward/"):
+            continue
+        verifiers.append({"name": key, **paired(before.values[key], after.values[key])})
+    reference = InverseDynamics("idm_heldout").frechet_reference
+    verifiers.append({"name": "frechet", **paired_frechet(before.features, after.features, reference)})
+    for v in verifiers:
+        sign = -1 if v["name"] == "frechet" else 1  # lower is better there
+        v["margin"] = size.margins.get(v["name"], size.margin)
+        worst = sign * v["delta"] - 1.96 * v["se"]
+        v["better"] = "lower" if sign < 0 else "higher"
+        v["ok"] = bool(worst > -v["margin"] * abs(v["before"]))
+    return {
+        "trained": gain,
+        "verifiers": verifiers,
+        "learned": bool(gain["delta"] > 3 * gain["se"]),
+        "nothing_sacrificed": all(v["ok"] for v in verifiers),
+        "smallest_detectable_gain": 3 * gain["se"],
+    }
+
+
+def held_out_prompts(prompts: Prompts, size: HeldOut) -> Prompts:
+    """The first ``size.prompts`` of the given held-out prompts."""
+    return prompts.take(list(range(min(size.prompts, len(prompts)))))

@@ -1,0 +1,244 @@
+"""Make the tiny generator: teacher-forced flow matching in the streaming context.
+
+Chunks are walked in order. Each is denoised at several noise levels against the context that streaming would give it
+(same window, sinks, positions), then refreshed at t = 0 and committed *with* gradient, so the window is gathered, no
+dense mask is built, and training equals streaming by construction. After ``own_history_from`` the refreshed chunk is,
+for a share of the clips, the network's own prediction instead of the clip: it then learns to repair its own errors
+(scheduled sampling), which plain teacher forcing never shows it.
+
+Loss: x0 error weighted by 1 / max(t, floor)^2, that is the velocity error with a floor.
+Shape letters: B clips, M noise levels per chunk, F frames, C H W latent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import track
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from arvideo_rl.generators.bundle import Generator, Streaming
+from arvideo_rl.generators.codec import IdentityCodec
+from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.text import WordEncoder
+from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.progress import hidden
+from arvideo_rl.world.dataset import Clips, load_clips
+from arvideo_rl.world.scene import ACTIONS, WORDS
+from samplers.kernels import forward
+from samplers.schedule import shift_level
+
+
+@dataclass
+class Network:
+    """Size of the network to make."""
+
+    dim: int = 192  # model width; heads are 32 wide
+    layers: int = 6
+    ffn: int = 576
+    patch: tuple[int, int] = (8, 8)  # pixels of a token, height and width
+    text_dim: int = 96
+
+
+@dataclass
+class DistillConfig:
+    """What ``arvideo distill`` reads."""
+
+    out: str = "runs/tiny"  # where checkpoints, curves and the finished generator go
+    seed: int = 0
+    steps: int = 3000
+    clips: int = 8192  # rendered once and cached
+    batch: int = 4  # clips per step
+    levels: int = 2  # noise levels per chunk, stratified
+    muon_lr: float = 5e-3  # hidden matrices
+    adam_lr: float = 1e-3  # everything else
+    warmup: int = 50
+    decay: float = 0.35  # the last share of the steps, in which the rates fall linearly to zero
+    ema: float = 0.995
+    train_shift: float = 1.5  # warps uniform noise levels; 1 = uniform
+    pure_noise: float = 0.15  # share of rows at exactly t = 1, where the few-step sampler starts
+    floor: float = 0.25  # of t in the loss weight
+    history_noise: float = 0.08  # at most this much noise is mixed into refreshed chunks
+    own_history: float = 0.5  # share of clips whose history is the network's own prediction
+    own_history_from: float = 0.3  # share of the steps after which that begins
+    drop_actions: float = 0.15  # share of clips trained with no actions, so that captions alone can steer
+    save_every: int = 100
+    network: Network = field(default_factory=Network)
+    streaming: Streaming = field(default_factory=Streaming)
+
+
+def build(config: DistillConfig) -> Generator:
+    """A freshly initialised generator."""
+    torch.manual_seed(config.seed)
+    n = config.network
+    transformer = CausalWan(
+        patch_size=(1, *n.patch), num_attention_heads=n.dim // 32, attention_head_dim=32, in_channels=3,
+        out_channels=3, text_dim=n.text_dim, freq_dim=128, ffn_dim=n.ffn, num_layers=n.layers, prediction="x0",
+        num_actions=len(ACTIONS),
+    )  # fmt: skip
+    nn.init.normal_(transformer.action_embedding.weight, std=0.02)
+    nn.init.zeros_(transformer.proj_out.weight)
+    encoder = WordEncoder(words=WORDS, dim=n.text_dim)
+    return Generator(transformer, encoder, IdentityCodec(), config.streaming)
+
+
+def optimizers(generator: Generator, config: DistillConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for all other parameters."""
+    named = list(generator.transformer.named_parameters())
+    hidden = [p for k, p in named if k.startswith("blocks.") and p.ndim == 2]
+    chosen = {id(p) for p in hidden}
+    other = [p for _, p in named if id(p) not in chosen] + list(generator.text_encoder.parameters())
+    return [
+        torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=0.01),
+        torch.optim.AdamW(other, lr=config.adam_lr, betas=(0.9, 0.99), weight_decay=0.01),
+    ]
+
+
+def rate(step: int, config: DistillConfig) -> float:
+    """Learning-rate factor: warm-up, plateau, linear decay to zero."""
+    decay_steps = max(1, int(config.decay * config.steps))
+    return min(1.0, (step + 1) / config.warmup, (config.steps - step) / decay_steps)
+
+
+def draw_levels(rng: np.random.Generator, rows: int, config: DistillConfig) -> Tensor:
+    """Noise levels [M, rows], stratified over M, warped, some of them exactly 1."""
+    m = config.levels
+    u = (np.arange(m)[:, None] + rng.random((m, rows))) / m
+    t = np.vectorize(shift_level)(np.clip(u, 1e-3, 1.0), config.train_shift)
+    t[-1][rng.random(rows) < config.pure_noise * m] = 1.0
+    return torch.from_numpy(t).float()
+
+
+def clip_loss(
+    generator: Generator, pixels: Tensor, captions: list[str], actions: Tensor, step: int, config: DistillConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss of one batch of clips (pixels [B, T, 3, H, W] in [0, 1]) and its parts by noise level."""
+    rng = np.random.default_rng((config.seed, step, 1))
+    latents = generator.codec.encode(pixels)
+    b = latents.shape[0]
+    text = generator.text_encoder(generator.text_encoder.tokens(captions))
+    actions = torch.where(torch.from_numpy(rng.random(b) < config.drop_actions)[:, None], 0, actions)
+    window = generator.streaming.attention_window()
+    denoiser = Denoiser(generator.transformer, window, Script(((0, text),), actions))
+    own = torch.from_numpy(rng.random(b) < config.own_history * (step >= config.own_history_from * config.steps))
+    context, total, parts = window.start(), torch.zeros(()), []
+    bounds = window.chunks(latents.shape[1])
+    for start, stop in bounds:
+        context = denoiser.enter(context)
+        x0 = latents[:, start:stop]
+        t = draw_levels(rng, b, config)  # [M, B]
+        noise = torch.from_numpy(rng.standard_normal((config.levels, *x0.shape), dtype=np.float32))
+        x = forward(x0, noise, t[:, :, None, None, None, None]).flatten(0, 1)
+        out = generator.transformer(x, t.flatten(), context).x0.unflatten(0, (config.levels, b))
+        error = (out - x0).square().mean((2, 3, 4, 5))  # [M, B]
+        total = total + (error / t.clamp_min(config.floor) ** 2).mean()
+        parts.append(torch.stack([t.flatten(), error.detach().flatten()], -1))
+
+        history = torch.where(own[:, None, None, None, None], out[0].detach(), x0)
+        level = torch.from_numpy(rng.random(b).astype(np.float32) * config.history_noise)
+        eps = torch.from_numpy(rng.standard_normal(x0.shape, dtype=np.float32))
+        refreshed = forward(history, eps, level[:, None, None, None, None])
+        span = generator.transformer(refreshed, torch.zeros(b), context, write=True).span
+        context = window.commit(context, span)
+    seen = torch.cat(parts)
+    metrics = {}
+    for low, high in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.999), (0.999, 1.1)):
+        inside = (seen[:, 0] > low) & (seen[:, 0] <= high)
+        if inside.any():
+            metrics[f"x0_error/t{min(high, 1.0):.2f}"] = seen[inside, 1].mean().item()
+    return total / len(bounds), metrics
+
+
+def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Path, progress: bool = True) -> None:
+    """Train in place and leave the moving average in ``generator``; continues from ``folder`` when it can."""
+    parameters = {
+        f"{name}.{k}": p
+        for name in ("transformer", "text_encoder")
+        for k, p in getattr(generator, name).named_parameters()
+    }
+    average = {k: p.detach().clone() for k, p in parameters.items()}
+    opts = optimizers(generator, config)
+    first = _resume(folder, parameters, average, opts)
+    log = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+    begun = time.time()
+    for step in track(range(first, config.steps), "training", disable=not progress or hidden()):
+        rows = np.random.default_rng((config.seed, step)).integers(0, len(clips.captions), config.batch)
+        captions = [clips.captions[i] for i in rows]
+        loss, metrics = clip_loss(generator, clips.batch(rows), captions, clips.actions[rows], step, config)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"gradient is not finite at step {step}; resume from {folder} with a lower rate")
+        for opt, base in zip(opts, (config.muon_lr, config.adam_lr)):
+            for group in opt.param_groups:
+                group["lr"] = base * rate(step, config)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        decay = min(config.ema, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - decay)
+        row = {"step": step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": time.time() - begun, **metrics}
+        log.write(json.dumps(row) + "\n")
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            log.flush()
+            _save(folder, step + 1, parameters, average, opts)
+    with torch.no_grad():
+        for k, p in parameters.items():
+            p.copy_(average[k])
+
+
+def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list) -> None:
+    state = {f"live.{k}": p.detach() for k, p in parameters.items()} | {f"ema.{k}": p for k, p in average.items()}
+    save_file(state, folder / "state.tmp", {"step": str(step)})
+    torch.save([opt.state_dict() for opt in opts], folder / f"optimizers-{step}.pt")
+    (folder / "state.tmp").replace(folder / "state.safetensors")
+    for old in folder.glob("optimizers-*.pt"):
+        if old.name != f"optimizers-{step}.pt":
+            old.unlink()
+
+
+def _resume(folder: Path, parameters: dict, average: dict, opts: list) -> int:
+    path = folder / "state.safetensors"
+    if not path.exists():
+        return 0
+    state = load_file(path)
+    with torch.no_grad():
+        for k, p in parameters.items():
+            p.copy_(state[f"live.{k}"])
+            average[k].copy_(state[f"ema.{k}"])
+    [saved] = folder.glob("optimizers-*.pt")
+    for opt, data in zip(opts, torch.load(saved, weights_only=True)):
+        opt.load_state_dict(data)
+    return int(saved.stem.split("-")[1])
+
+
+def run(config: DistillConfig, progress: bool = True) -> Path:
+    """Train and write the generator to ``<out>/generator``; returns that folder."""
+    folder = Path(config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    clips = load_clips(0, config.clips, frames=config.streaming.trained_frames, progress=progress)
+    generator = build(config)
+    train(generator, clips, config, folder, progress)
+    generator.save(folder / "generator", torch.float16)
+    return folder / "generator"
+
+
+def plan(config: DistillConfig) -> dict[str, str]:
+    """Sizes that follow from the configuration, as text by name (``--dry-run``)."""
+    generator = build(config)
+    count = sum(p.numel() for p in generator.transformer.parameters())
+    chunks = len(generator.streaming.attention_window().chunks(config.streaming.trained_frames))
+    rows = config.batch * (config.levels + 1)
+    size = config.clips * config.streaming.trained_frames * 3 * config.streaming.size**2
+    return {
+        "parameters": f"{count:,} (float16 on disk: {2 * count / 2**20:.1f} MiB)",
+        "noise levels of the sampler": ", ".join(f"{t:.4g}" for t in generator.streaming.levels),
+        "forwards per step": f"{chunks} chunks x {rows} rows",
+        "clips on disk": f"{config.clips} clips, {size / 2**20:.0f} MiB, rendered once",
+    }

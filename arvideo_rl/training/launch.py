@@ -1,0 +1,134 @@
+"""Start or continue an alignment run: run directory, loop, checkpoints, held-out comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+
+from arvideo_rl.config import ConfigError
+from arvideo_rl.progress import hidden
+from arvideo_rl.training import rundir
+from arvideo_rl.training.align import Run
+from arvideo_rl.training.compare import Measured, compare, measure
+from arvideo_rl.training.outcome import finish
+from arvideo_rl.training.prompts import HELD_OUT_SEED, world_prompts
+from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, plan
+
+
+def align(config: AlignConfig, given: str | None = None) -> Path:
+    """Run ``config`` to its last iteration, from the newest checkpoint if there is one, and compare held out.
+    Returns the run directory. ConfigError when the directory belongs to another configuration or is finished."""
+    accelerator = Accelerator()
+    set_seed(config.seed)  # nothing draws from global generators; this only makes a mistake repeatable
+    folder = Path(config.out) / config.name
+    resolved = dataclasses.asdict(config)
+    last = _claim(folder, resolved, config)
+    run = Run(config, accelerator)
+    if last is not None:
+        run.restore(last)
+        accelerator.print(f"continuing {folder} after iteration {run.iteration}")
+    main = accelerator.is_main_process
+    if main:
+        rundir.start(folder, given, resolved)
+    before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
+    accelerator.wait_for_everyone()
+    metrics = rundir.Metrics(folder, run.iteration) if main else None
+    bar = Progress(
+        TextColumn("aligning"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"),
+        TimeRemainingColumn(), disable=not main or hidden(),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("", total=config.iterations, completed=run.iteration)
+        while run.iteration < config.iterations:
+            values = run.step()
+            line = " ".join(
+                f"{k.removeprefix('reward/')} {v:.3f}"
+                for k, v in values.items()
+                if k.count("/") == 1 and k[:7] == "reward/"
+            )
+            bar.update(task, advance=1, description=line)
+            if metrics:
+                metrics.write(run.iteration - 1, values)
+                if bar.disable:
+                    print(
+                        f"iteration {run.iteration}/{config.iterations} {line} kl {values.get('train/kl', 0):.4f}",
+                        flush=True,
+                    )
+                if run.iteration % config.checkpoint_every == 0 or run.iteration == config.iterations:
+                    run.save(folder)
+    if metrics:
+        metrics.close()
+    after = _held_out(run, None, "measuring after")
+    if main:
+        prompts = _prompts(config)
+        weights = {name: part.weight for name, part in config.rewards.items()}
+        result = compare(before, after, weights, config.held_out)
+        facts = {
+            "name": config.name,
+            "seed": config.seed,
+            "iterations": run.iteration,
+            "seconds": round(run.seconds, 1),
+        }
+        finish(folder, result, facts, before, after, prompts, run.generator.streaming.fps)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def dry_run(config: AlignConfig) -> dict[str, str]:
+    """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name."""
+    run = Run(config, Accelerator())
+    return plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()))
+
+
+def _claim(folder: Path, resolved: dict[str, Any], config: AlignConfig) -> Path | None:
+    """The checkpoint to continue from, or None for a fresh run; refuses a directory that is another run's."""
+    mine = rundir.identity(resolved, FREE_ON_RESUME)
+    stamp = folder / "identity.json"
+    if stamp.exists():
+        theirs = json.loads(stamp.read_text(encoding="utf-8"))
+        if theirs["identity"] != mine:
+            raise ConfigError(f"{folder} holds a run with another configuration; choose another name= or delete it")
+        done = folder / "summary.json"
+        if done.exists() and json.loads(done.read_text(encoding="utf-8"))["iterations"] >= config.iterations:
+            raise ConfigError(f"{folder} is finished; raise iterations= to continue it, or choose another name=")
+    else:
+        rundir.write_json(stamp, {"identity": mine})
+    found = rundir.checkpoints(folder)
+    return found[-1] if found else None
+
+
+def _prompts(config: AlignConfig):
+    """Held-out prompts: always the world's, with the style the run trains on."""
+    size = config.held_out
+    return world_prompts(HELD_OUT_SEED, size.prompts, max(size.frames, config.frames) + 3, config.prompts.style)
+
+
+def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
+    """Measure the current policy held out, or read what was measured before an interruption."""
+    if cache is not None and cache.exists():
+        return Measured.from_tensors(load_file(cache))
+    with torch.no_grad(), run.policies.using("current") as model:
+        found = measure(run.generator, model, _prompts(run.config), run.rewards, run.config.held_out, title)
+    if cache is not None and run.accelerator.is_main_process:
+        draft = cache.with_suffix(".tmp")
+        save_file(found.tensors(), draft)
+        draft.replace(cache)
+    return found
+
+
+def quiet() -> None:
+    """Silence library chatter that says nothing to a user."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+    for name in ("diffusers", "transformers", "accelerate", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,100 @@
+"""What a run ends with: a table for the terminal, summary.json, and before/after videos side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from arvideo_rl import media
+from arvideo_rl.training import rundir
+from arvideo_rl.training.compare import Measured
+from arvideo_rl.training.prompts import Prompts
+from arvideo_rl.world.scene import ACTIONS
+
+SHOWN = 6  # the first held-out prompts, never chosen by how they look
+ARROWS = {0: " ", 1: "o", 2: "<", 3: ">", 4: "^", 5: "v"}
+
+
+def table(result: dict[str, Any], title: str) -> Table:
+    """The comparison as a table."""
+    out = Table(title=title, title_justify="left")
+    for column in ("", "before", "after", "change", "+- se", "n", "verdict"):
+        out.add_column(column, justify="left" if column in ("", "verdict") else "right")
+    rows = [
+        (f"trained: {result['trained']['name']}", result["trained"], "up > 3 se" if result["learned"] else "not shown")
+    ]
+    for v in result["verifiers"]:
+        kept = f"kept (margin {v['margin']:.0%})" if v["ok"] else f"LOST (margin {v['margin']:.0%})"
+        rows.append((v["name"] + (" (lower is better)" if v["better"] == "lower" else ""), v, kept))
+    for name, r, verdict in rows:
+        out.add_row(
+            name,
+            f"{r['before']:.4f}",
+            f"{r['after']:.4f}",
+            f"{r['delta']:+.4f}",
+            f"{r['se']:.4f}",
+            str(r["n"]),
+            verdict,
+        )
+    return out
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """One plain sentence: did it learn, was anything sacrificed."""
+    gain = result["trained"]
+    learned = "It learned" if result["learned"] else "No gain was shown"
+    lost = [v["name"] for v in result["verifiers"] if not v["ok"]]
+    kept = "nothing was sacrificed" if not lost else f"these fell below their margin: {', '.join(lost)}"
+    return (
+        f"{learned}: {gain['name']} went from {gain['before']:.3f} to {gain['after']:.3f} "
+        f"({gain['delta']:+.3f} +- {gain['se']:.3f}, {gain['n']} held-out prompts); {kept}."
+    )
+
+
+def commands(actions: torch.Tensor) -> str:
+    """Actions [T] as text, one sign a frame: < > turn, ^ v move, o stay."""
+    return "".join(ARROWS[int(a)] for a in actions)
+
+
+def videos(folder: Path, before: Measured, after: Measured, prompts: Prompts, fps: float) -> list[Path]:
+    """Write the first held-out prompts side by side (left before, right after) and a contact sheet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written, rows, labels = [], [], []
+    for p in range(min(SHOWN, len(prompts))):
+        left, right = before.pixels[p, 0], after.pixels[p, 0]
+        path = folder / f"{p:02d}.mp4"
+        media.write_video(path, media.side_by_side(left, right, gap=2), fps, scale=6)
+        written.append(path)
+        scores = [f"{m.values['actions_other_judge'][p, 0]:.2f}" for m in (before, after)]
+        for name, clip, s in zip(("before", "after "), (left, right), scores):
+            rows.append(clip)
+            labels.append(f"{name} actions {s} | {commands(prompts.actions[p, : len(clip)])} | {prompts.texts[p]}")
+    sheet = media.contact_sheet(rows, labels=labels, scale=3)
+    path = folder / "before_after.png"
+    media.write_sheet(path, sheet)
+    return [path, *written]
+
+
+def finish(
+    folder: Path,
+    result: dict[str, Any],
+    facts: dict[str, Any],
+    before: Measured,
+    after: Measured,
+    prompts: Prompts,
+    fps: float,
+) -> None:
+    """Write summary.json and the videos, print the table and the sentence."""
+    rundir.write_json(folder / "summary.json", {**facts, **result, "sentence": sentence(result)})
+    shown = videos(folder / "videos", before, after, prompts, fps)
+    console = Console()
+    console.print(table(result, f"held-out comparison of {folder}"))
+    console.print(sentence(result), soft_wrap=True)
+    console.print(f"summary: {folder / 'summary.json'}   videos: {shown[0]}", soft_wrap=True)
+
+
+assert set(ARROWS) == set(range(len(ACTIONS)))

@@ -1,0 +1,118 @@
+"""Prompts with their actions, from the world or from a user's file, and the order in which a run takes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arvideo_rl.world.dataset import HELD_OUT
+from arvideo_rl.world.scene import ACTIONS, sample_scenes
+
+TRAIN_SEED = 2_000_000  # beyond every scene that the shipped weights were trained on
+HELD_OUT_SEED = HELD_OUT + 500_000_000
+
+
+@dataclass
+class PromptConfig:
+    """Where prompts come from. ``world`` draws captions and actions from scenes; anything else is a file: one prompt a
+    line (.txt), or one JSON object a line (.jsonl) with ``prompt`` and optionally ``actions``."""
+
+    source: str = "world"
+    count: int = 256  # training prompts to draw from the world (a file is taken whole)
+    style: str = "joystick"  # world actions: joystick (a new command every 2 to 5 frames) or smooth
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts [n] with actions [n, F]; ``ids`` name them in random keys, whatever their place in a batch."""
+
+    texts: tuple[str, ...]
+    actions: Tensor  # int64
+    ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, rows: list[int]) -> Prompts:
+        """The prompts at ``rows``, repeats allowed."""
+        return Prompts(tuple(self.texts[i] for i in rows), self.actions[rows], tuple(self.ids[i] for i in rows))
+
+
+def world_prompts(first_seed: int, count: int, frames: int, style: str) -> Prompts:
+    """Captions and actions of ``count`` scenes."""
+    scenes = sample_scenes(range(first_seed, first_seed + count), frames, style=style)
+    return Prompts(scenes.captions, scenes.actions, tuple(range(first_seed, first_seed + count)))
+
+
+def training_prompts(config: PromptConfig, frames: int) -> Prompts:
+    """What a run is trained on."""
+    if config.source == "world":
+        return world_prompts(TRAIN_SEED, config.count, frames, config.style)
+    return read_prompts(Path(config.source), frames)
+
+
+def parse_actions(value: str | list, frames: int) -> list[int]:
+    """Actions for ``frames`` frames from a list of names or numbers, or text like ``turn left*4, forward*3``; the
+    first frame never has one. Short lists are padded with no action; ValueError names what is not an action."""
+    items: list = value if isinstance(value, list) else [x for x in value.split(",") if x.strip()]
+    out: list[int] = []
+    for item in items:
+        name, star, times = str(item).strip().lower().partition("*")
+        name = name.strip()
+        if name.isdigit() and int(name) < len(ACTIONS):
+            index = int(name)
+        elif name in ACTIONS:
+            index = ACTIONS.index(name)
+        else:
+            raise ValueError(f"action {name!r} is unknown; choose from: {', '.join(ACTIONS)}")
+        if star and not times.strip().isdigit():
+            raise ValueError(f"action {str(item).strip()!r}: what follows * must be a whole number of frames")
+        out += [index] * (int(times) if star else 1)
+    return ([0] + out + [0] * frames)[:frames]
+
+
+def read_prompts(path: Path, frames: int) -> Prompts:
+    """Read a prompt file (.txt or .jsonl; UTF-8 with or without byte-order mark, any line ends; blank lines skip)."""
+    if not path.is_file():
+        raise ValueError(f"prompt file {str(path)!r} does not exist")
+    try:
+        lines = [
+            (i, x.strip()) for i, x in enumerate(path.read_bytes().decode("utf-8-sig").splitlines(), 1) if x.strip()
+        ]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    if not lines:
+        raise ValueError(f"prompt file {path} holds no prompt")
+    texts, actions = [], []
+    for number, line in lines:
+        prompt, acts = line, []
+        if path.suffix == ".jsonl":
+            try:
+                data = json.loads(line)
+                prompt, acts = data["prompt"], data.get("actions", [])
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+                raise ValueError(f'{path} line {number} is not a JSON object with a "prompt"') from None
+        try:
+            actions.append(parse_actions(acts, frames))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from None
+        texts.append(prompt)
+    return Prompts(tuple(texts), torch.tensor(actions), tuple(range(len(texts))))
+
+
+def prompt_rows(total: int, per_step: int, iteration: int, seed: int) -> list[int]:
+    """Rows for one iteration: epochs are permutations drawn by (seed, epoch), cut into steps, so that the prompts of a
+    step are all different and every prompt comes once an epoch (a remainder shorter than a step is left out)."""
+    if per_step > total:
+        raise ValueError(f"{per_step} prompts a step need at least as many prompts, but there are {total}")
+    steps = total // per_step
+    epoch, place = divmod(iteration, steps)
+    order = np.random.default_rng((seed, epoch)).permutation(total)
+    rows = [int(i) for i in order[place * per_step : (place + 1) * per_step]]
+    assert len(set(rows)) == per_step
+    return rows

@@ -1,0 +1,55 @@
+"""Draw branches from a policy and score them: prompts -> record -> clips -> rewards per chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.objectives.record import Record
+from arvideo_rl.training.prompts import Prompts
+from rewards.contract import Clips, Reward, score
+from samplers.randomness import Key
+from samplers.stream import draw_from, stream
+
+
+@torch.no_grad()
+def roll_out(generator: Generator, model, prompts: Prompts, keys: list[Key], frames: int, groups: Tensor) -> Record:
+    """Generate one branch per row of ``prompts``, each under its own key. ``frames`` must be whole chunks."""
+    streaming = generator.streaming
+    window = streaming.attention_window()
+    takes_actions = generator.transformer.action_embedding is not None
+    script = generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
+    draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
+    denoiser = Denoiser(model, window, script)
+    latents = torch.cat([c.latents for c in stream(denoiser, window.chunks(frames), streaming.levels, draw)], 1)
+    return Record(latents, script, keys, groups)
+
+
+def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:
+    """Decode a record into what rewards read. Codecs so far have one pixel frame per frame."""
+    pixels = generator.codec.decode(record.latents).float().cpu()
+    frames = pixels.shape[1]
+    return Clips(
+        frames=pixels,
+        fps=generator.streaming.fps,
+        prompts=list(prompts.texts),
+        actions=prompts.actions[:, 1:frames].contiguous(),
+        group_ids=record.groups,
+        chunk_starts=tuple(range(0, frames, generator.streaming.chunk)),
+    )
+
+
+def reward_table(rewards: dict[str, tuple[Reward, float]], clips: Clips) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Score clips with every reward. Returns per reward its values [B, K] (a clip reward is repeated over chunks; NaN
+    where invalid) and whether the clip itself was at fault [B, K]."""
+    assert clips.chunk_starts is not None
+    chunks = len(clips.chunk_starts)
+    values, content = {}, {}
+    for name, (reward, _) in rewards.items():
+        scores = score(reward, clips)
+        value = scores.value if scores.value.ndim == 2 else scores.value[:, None].expand(-1, chunks)
+        fault = torch.tensor([bool(r and r.startswith("content:")) for r in scores.reasons])
+        values[name], content[name] = value.clone(), value.isnan() & fault[:, None]
+    return values, content

@@ -1,0 +1,133 @@
+"""The run directory: configuration, environment, metrics, checkpoints. Everything is written aside, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "omegaconf")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON, indented; see :func:`write_text`."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, platform and git revision, for the record of a run."""
+    here = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "packages": {name: installed(name) for name in PACKAGES},
+        "git": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain")),
+    }
+
+
+def identity(config: dict[str, Any], free: tuple[str, ...]) -> str:
+    """Fingerprint of a resolved configuration without the keys in ``free``, which may change when a run resumes."""
+    kept = {k: v for k, v in config.items() if k not in free}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def start(folder: Path, given: str | None, resolved: dict[str, Any]) -> None:
+    """Write the configuration as given and as resolved, and the environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if given:
+        write_text(folder / "config_given.yaml", given)
+    write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    write_json(folder / "environment.json", environment())
+
+
+def save_checkpoint(folder: Path, iteration: int, tensors: dict[str, Tensor], optimizer: dict, state: dict) -> Path:
+    """Write checkpoints/step-<iteration>; it is complete exactly when it has that name."""
+    final = folder / "checkpoints" / f"step-{iteration:06d}"
+    draft = final.with_suffix(".tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, draft / "policies.safetensors")
+    torch.save(optimizer, draft / "optimizer.pt")
+    write_json(draft / "state.json", {"iteration": iteration, **state})
+    if final.exists():
+        shutil.rmtree(final)
+    draft.rename(final)
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = (folder / "checkpoints").glob("step-*") if (folder / "checkpoints").is_dir() else []
+    return sorted(p for p in found if p.is_dir() and p.suffix != ".tmp")
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
+    """(policy tensors, optimizer state, state) of a checkpoint folder."""
+    if not (path / "state.json").is_file():
+        raise ValueError(f"{path} is not a checkpoint: it has no state.json")
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return load_file(path / "policies.safetensors"), torch.load(path / "optimizer.pt", weights_only=True), state
+
+
+class Metrics:
+    """Appends one JSON object a line to metrics.jsonl and the same numbers to TensorBoard. On resume, lines from the
+    resumed iteration on are dropped first, so that no iteration stands twice."""
+
+    def __init__(self, folder: Path, resume_at: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["iteration"] < resume_at]
+            write_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at)
+
+    def write(self, iteration: int, values: dict[str, float]) -> None:
+        """Log one iteration."""
+        self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._file.close()
+        self._board.close()

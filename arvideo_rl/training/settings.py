@@ -1,0 +1,140 @@
+"""What an alignment run is told, checked before anything runs, and what follows from it (``--dry-run``)."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from arvideo_rl.config import ConfigError
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.policies import PolicyConfig
+from arvideo_rl.objectives.advantages import FORMS
+from arvideo_rl.objectives.nft import NFT
+from arvideo_rl.training.compare import HeldOut
+from arvideo_rl.training.prompts import PromptConfig
+from rewards import registry
+from rewards.contract import Reward
+
+OBJECTIVES = {"nft": NFT}
+LAGS = ("none", "nft", "slow", "frozen")
+FEATURES = 64  # of the inverse-dynamics model
+FREE_ON_RESUME = ("iterations", "checkpoint_every", "out", "name")
+
+
+@dataclass
+class Part:
+    """A pluggable part: a name (or ``module:attribute``), its weight in a mixture, its arguments."""
+
+    target: str = ""
+    weight: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AlignConfig:
+    """What ``arvideo align`` reads."""
+
+    name: str = "run"  # the run directory is <out>/<name>
+    out: str = "runs"
+    seed: int = 0
+    iterations: int = 30
+    generator: str = "tiny"  # a shipped name or a folder
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    prompts_per_step: int = 4  # groups in an update
+    group: int = 8  # branches per prompt
+    frames: int = 18  # of a rollout; whole chunks
+    rewards: dict[str, Part] = field(default_factory=dict)
+    advantage: str = "group_z"  # group_z, global_std or centre
+    objective: Part = field(default_factory=lambda: Part("nft"))
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    lag: str = "none"  # how far the old policy trails: none, nft, slow, frozen
+    rollout_batch: int = 32  # branches generated at once
+    update_batch: int = 16  # branches in one backward
+    checkpoint_every: int = 10
+    held_out: HeldOut = field(default_factory=HeldOut)
+
+
+def lag_keep(law: str, iteration: int) -> float:
+    """Share of the old policy kept after update ``iteration`` (from 1). Source: DiffusionNFT and Astrolabe."""
+    laws = {"none": 0.0, "nft": min(0.001 * iteration, 0.5), "frozen": 1.0}
+    laws["slow"] = 0.0 if iteration <= 75 else min(0.0075 * (iteration - 75), 0.999)
+    return laws[law]
+
+
+def check(config: AlignConfig, chunk: int, processes: int) -> None:
+    """Refuse what cannot run, before anything runs; messages name the nearest values that can."""
+    if config.frames % chunk:
+        low = config.frames // chunk * chunk
+        raise ConfigError(f"frames={config.frames} is not whole chunks of {chunk}; use {low or chunk} or {low + chunk}")
+    branches = config.prompts_per_step * config.group
+    if branches % processes:
+        near = [p for d in range(1, processes + 1) for p in (config.prompts_per_step - d, config.prompts_per_step + d)
+                if p > 0 and p * config.group % processes == 0][:2]  # fmt: skip
+        raise ConfigError(
+            f"{config.prompts_per_step} prompts x {config.group} branches do not divide over {processes} processes; "
+            f"use prompts_per_step={' or '.join(map(str, near))}"
+        )
+    if config.group < 2:
+        raise ConfigError(f"group={config.group}: advantages compare branches of one prompt; use 2 or more")
+    if not config.rewards:
+        raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
+    if config.advantage not in FORMS:
+        raise ConfigError(f"advantage={config.advantage}: choose one of {', '.join(FORMS)}")
+    if config.lag not in LAGS:
+        raise ConfigError(f"lag={config.lag}: choose one of {', '.join(LAGS)}")
+    if config.objective.target not in OBJECTIVES:
+        raise ConfigError(f"objective.target={config.objective.target}: choose one of {', '.join(OBJECTIVES)}")
+    size = config.held_out
+    if size.prompts < 2 or size.prompts * size.noises * (size.frames - 1) <= FEATURES:
+        least = FEATURES // max(1, size.noises * (size.frames - 1)) + 1
+        raise ConfigError(
+            f"held_out.prompts={size.prompts} is too few for a Frechet distance in {FEATURES} dimensions; "
+            f"use {max(2, least)} or more at {size.noises} noises x {size.frames} frames"
+        )
+    for key in ("iterations", "prompts_per_step", "rollout_batch", "update_batch", "checkpoint_every"):
+        if getattr(config, key) < 1:
+            raise ConfigError(f"{key}={getattr(config, key)}: use 1 or more")
+
+
+def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
+    """The configured rewards by name, with weights."""
+    return {name: (registry.build(p.target, **p.args), p.weight) for name, p in parts.items()}
+
+
+def build_objective(part: Part) -> NFT:
+    """The configured objective; its arguments are checked against its signature."""
+    kind = OBJECTIVES[part.target]
+    registry.check_arguments(part.target, inspect.signature(kind), part.args)
+    return kind(**part.args)
+
+
+def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str, str]:
+    """Sizes that follow from the configuration, as text by name; memory is of tensors in float32, estimated."""
+    s, model = generator.streaming, generator.transformer
+    levels, chunks = len(s.levels), config.frames // s.chunk
+    branches = config.prompts_per_step * config.group
+    m = min(config.objective.args.get("levels_per_chunk", NFT.levels_per_chunk), levels)
+    _, p_h, p_w = model.config.patch_size
+    tokens = (s.size // p_h) * (s.size // p_w)
+    dim = model.config.num_attention_heads * model.config.attention_head_dim
+    held = min(s.window or config.frames, config.frames)
+    weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
+    cache = 2 * 4 * model.config.num_layers * held * tokens * dim * max(config.rollout_batch, config.update_batch)
+    rows = config.update_batch * m * s.chunk * tokens
+    graph = 4 * rows * model.config.num_layers * (14 * dim + 2 * model.config.ffn_dim)
+    return {
+        "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
+        "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
+        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels) + f" ({m} trained per chunk)",
+        "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
+        "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
+        "trained parameters": f"{trainable:,} of {weights:,}",
+        "memory": f"weights {weights * 4 / 2**20:.0f} MiB, adapters and optimizer {trainable * 16 / 2**20:.0f} MiB, "
+        f"context {cache / 2**20:.0f} MiB, one chunk's graph about {graph / 2**20:.0f} MiB",
+        "held-out comparison": f"{config.held_out.prompts} prompts x {config.held_out.noises} noises x "
+        f"{config.held_out.frames} frames, before and after",
+    }

@@ -1,0 +1,101 @@
+"""Find and build a reward by name: a short name below, or ``module:attribute`` for one's own.
+
+A class is built with the arguments; a function is the reward itself, called as ``function(clips, **args)`` and giving a
+float tensor [B] or :class:`Scores`. What a function needs is declared beside it: ``function.needs = {"actions"}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rewards.contract import Clips, Reward, Scores
+
+REWARDS = {"inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics"}
+
+
+class FunctionReward:
+    """A bare function ``clips -> Tensor [B]`` (or Scores) as a reward; its attributes declare what a class's would."""
+
+    def __init__(self, function: Callable[..., Tensor | Scores], name: str, args: Mapping[str, Any]):
+        self.function, self.name, self.args = function, name, dict(args)
+        self.needs: frozenset[str] = frozenset(getattr(function, "needs", ()))
+        self.granularity: str = getattr(function, "granularity", "clip")
+        self.value_range: tuple[float, float] = getattr(function, "value_range", (float("-inf"), float("inf")))
+        self.licence: str = getattr(function, "licence", "unstated")
+        self.hacked_by: str = getattr(function, "hacked_by", "unstated")
+
+    def __call__(self, clips: Clips) -> Scores:
+        out = self.function(clips, **self.args)
+        return out if isinstance(out, Scores) else Scores(out)
+
+
+def available() -> tuple[str, ...]:
+    """The short names, sorted."""
+    return tuple(sorted(REWARDS))
+
+
+def build(target: str, /, **args: Any) -> Reward:
+    """Build the reward ``target`` (a short name or ``module:attribute``) with ``args``.
+
+    Raises ValueError, in one line, for an unknown name, a module or attribute that is not there, and arguments that the
+    signature does not take or misses.
+    """
+    found = resolve(target)
+    if isinstance(found, type):
+        check_arguments(target, inspect.signature(found), args)
+        reward: Reward = found(**args)
+        return reward
+    if inspect.isroutine(found):
+        signature = inspect.signature(found)
+        rest = list(signature.parameters.values())[1:]  # the first parameter receives the clips
+        check_arguments(target, signature.replace(parameters=rest), args)
+        return FunctionReward(found, target, args)
+    if not callable(found) or not hasattr(found, "needs"):
+        raise ValueError(f"reward {target!r} is a {type(found).__name__}; name a class, a function or a reward object")
+    if args:
+        raise ValueError(f"reward {target!r} is built already and takes no arguments; got {', '.join(args)}")
+    return found
+
+
+def resolve(target: str) -> Any:
+    """The class or function that ``target`` names; ValueError when there is none."""
+    path = REWARDS.get(target, target)
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        raise ValueError(f"reward {target!r} is unknown{_nearest(target, REWARDS)}; known: {', '.join(available())}, "
+                         "or module:attribute for your own")  # fmt: skip
+    try:
+        home = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise  # the module is there, but something it imports is not
+        raise ValueError(f"reward {target!r}: there is no module {error.name!r} on the Python path") from None
+    if not hasattr(home, attribute):
+        raise ValueError(f"reward {target!r}: {module!r} has no {attribute!r}{_nearest(attribute, dir(home))}")
+    return getattr(home, attribute)
+
+
+def check_arguments(target: str, signature: inspect.Signature, args: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that ``signature`` does not take, or one it requires and ``args`` lacks."""
+    parameters = signature.parameters
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in named]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for name in args:
+            if name not in names:
+                hint = f"{_nearest(name, names)}; it takes: {', '.join(names) or 'none'}"
+                raise ValueError(f"reward {target!r} has no argument {name!r}{hint}")
+    missing = [p.name for p in named if p.default is p.empty and p.name not in args]
+    if missing:
+        raise ValueError(f"reward {target!r} requires {', '.join(missing)}; add to its args")
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

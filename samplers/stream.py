@@ -1,0 +1,83 @@
+"""The one streaming loop: denoise, refresh, commit, yield. A rollout, a file writer and a search all consume it.
+
+It knows a denoiser only by contract (``start``, ``enter``, ``denoise``, ``refresh``), so it runs any generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from samplers.kernels import consistency
+from samplers.randomness import Key, normal
+
+Draw = Callable[[int, int, str], Tensor]  # (chunk, step, purpose) -> noise of the chunk's shape
+
+
+class ChunkDenoiser(Protocol):
+    """What the loop needs of a generator; contexts are opaque values here."""
+
+    def start(self) -> Any:
+        """The context of a stream that has not begun."""
+
+    def enter(self, context: Any) -> Any:
+        """Put the condition of the next chunk in force."""
+
+    def denoise(self, x: Tensor, t: float, context: Any) -> Tensor:
+        """Noisy chunk at level t -> predicted clean chunk."""
+
+    def refresh(self, x0: Tensor, context: Any) -> Any:
+        """Clean chunk -> the context that also holds it."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One finished chunk of the stream."""
+
+    index: int
+    start: int  # first frame
+    latents: Tensor  # [B, F, C, H, W]; the last chunk of a request is trimmed to it
+    context: Any  # what the next chunk will read
+
+
+@torch.no_grad()
+def stream(
+    denoiser: ChunkDenoiser,
+    chunks: list[tuple[int, int]],
+    levels: tuple[float, ...],
+    draw: Draw,
+    *,
+    frames: int | None = None,
+    context: Any = None,
+) -> Iterator[Chunk]:
+    """Generate ``chunks`` (bounds in frames) one after another and yield each as soon as it is clean.
+
+    ``levels`` are the warped noise levels; ``draw`` gives all noise; ``frames`` trims the end; ``context`` continues
+    a stream. S levels cost S + 1 forwards a chunk; the refresh of the last chunk is made too, so that the yielded
+    context can always be continued.
+    """
+    context = denoiser.start() if context is None else context
+    for index, (start, stop) in enumerate(chunks):
+        context = denoiser.enter(context)
+        x = draw(index, 0, "init")
+        for step, t in enumerate(levels):
+            x0 = denoiser.denoise(x, t, context)
+            if step + 1 < len(levels):
+                mean, std = consistency(x0, levels[step + 1])
+                x = mean + std * draw(index, step + 1, "renoise")
+        context = denoiser.refresh(x0, context)
+        keep = stop - start if frames is None else min(stop, frames) - start
+        yield Chunk(index, start, x0[:, :keep], context)
+
+
+def draw_from(keys: list[Key], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Draw:
+    """A ``draw`` for a batch of branches: chunk shape [F, C, H, W], one key per row, noise moved to ``device``."""
+
+    def draw(chunk: int, step: int, purpose: str) -> Tensor:
+        return normal(keys, chunk, step, purpose, shape).to(device)
+
+    return draw
