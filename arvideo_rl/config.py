@@ -79,10 +79,7 @@ def load(schema: type[T], source: str | None, overrides: list[str]) -> T:
             here = here.setdefault(name, {})
             if not isinstance(here, dict):
                 raise ConfigError(f"override {item!r}: {name} holds a value, not keys")
-        try:
-            here[last] = yaml.safe_load(value) if value else ""
-        except yaml.YAMLError:
-            here[last] = value
+        here[last] = _value(value, _hint(schema, [*parents, last]))
     _check(schema, data, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), _literal(data))
@@ -94,6 +91,29 @@ def load(schema: type[T], source: str | None, overrides: list[str]) -> T:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _value(text: str, hint: Any) -> Any:
+    """An override's value: text is taken as it is where the schema wants text, so a prompt may hold anything."""
+    if hint is str or not text:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _hint(schema: type, path: list[str]) -> Any:
+    """The type the schema gives the key at ``path``, or None where it says nothing."""
+    hint: Any = schema
+    for name in path:
+        if _is_mapping(hint):
+            hint = typing.get_args(hint)[1]
+        elif _dataclass_of(hint):
+            hint = typing.get_type_hints(_dataclass_of(hint)).get(name)
+        else:
+            return None
+    return hint
 
 
 def _literal(data: Any) -> Any:

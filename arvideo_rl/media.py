@@ -27,7 +27,7 @@ VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".mpg", ".mpe
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 OVERSHOOT = 0.1  # decoders leave [0, 1] by a little and are clamped; [-1, 1] or [0, 255] is a mistake of the caller
 GAP = 2  # pixels between the frames of a sheet
-PAPER = 255  # colour behind the frames of a sheet
+PAPER = 208  # grey behind the frames of a sheet, so that white frames stand out
 SHEET_WIDTH = 1280  # a .png wraps its frames at about this width, but not below 4 in a row
 
 Rate = float | Fraction  # int and numpy scalars too

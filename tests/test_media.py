@@ -47,7 +47,7 @@ def test_mp4_reads_back(tmp_path, scale):
 
 def test_mp4_is_what_browsers_play(tmp_path):
     said = stream_line(write_video(tmp_path / "a.mp4", clip(), 16))
-    assert "h264" in said and "yuv420p(tv, bt709" in said
+    assert "h264" in said and "yuv420p(tv, bt709, " in said
 
 
 def test_gif_reads_back(tmp_path):
@@ -66,7 +66,7 @@ def test_png_is_a_sheet_of_the_frames(tmp_path):
     sheet = np.asarray(Image.open(write_video(tmp_path / "a.png", clip(), 16, scale=2)))
     assert sheet.shape == (64, 6 * 66 - 2, 3)
     np.testing.assert_array_equal(sheet[0, 66:130], np.broadcast_to(to_uint8(clip())[1, 0, 0], (64, 3)))
-    assert (sheet[:, 64:66] == 255).all()
+    assert (sheet[:, 64:66] == media.PAPER).all()
     wrapped = np.asarray(Image.open(write_video(tmp_path / "b.png", clip(16, 400), 16)))
     assert wrapped.shape == (2 * 18 - 2, 4 * 402 - 2, 3)
     np.testing.assert_array_equal(wrapped[18:, :400], to_uint8(clip(16, 400))[4])
@@ -226,10 +226,12 @@ def test_contact_sheet_is_one_row_a_video():
     sheet = contact_sheet([clip(), clip()[:3]], scale=2, every=2)
     assert sheet.shape == (2 * 66, 3 * 66 - 2, 3) and sheet.dtype == np.uint8
     np.testing.assert_array_equal(sheet[0, 66], to_uint8(clip())[2, 0, 0])
-    assert (sheet[66:, 2 * 66 :] == 255).all()  # the second video has two frames to show
+    assert (sheet[66:, 2 * 66 :] == media.PAPER).all()  # the second video has two frames to show
     labelled = contact_sheet([clip(), clip()], labels=["a red square", "long " * 99])
     assert labelled.shape[1] == 240 and (labelled[: labelled.shape[0] // 2 - 34] < 128).any()
     np.testing.assert_array_equal(labelled[-34:, :202], contact_sheet([clip()]))
+    cut = labelled[-54:-34]
+    assert (cut[:, 200:] < 128).any() and (cut[:, -media.GAP :] == media.PAPER).all()  # ends whole, within the sheet
     with pytest.raises(ValueError, match="labels has 1 entries for 2 videos"):
         contact_sheet([clip(), clip()], labels=["one"])
     with pytest.raises(ValueError, match="videos is empty"):

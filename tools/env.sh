@@ -2,8 +2,8 @@
 # Sourced by quickstart.sh and test.sh; changes nothing by itself.
 # make_environment [dev]  leaves a right Python environment in $VENV and its commands first on the PATH.
 #
-# The environment is in .venv beside this checkout's pyproject.toml, or where $ARVIDEO_VENV says. A stamp in it tells what
-# it was made from, so that it is used again while that holds; a marker tells a half-made one, which is made anew.
+# The environment is in .venv beside this checkout's pyproject.toml, or where $ARVIDEO_VENV says. A stamp in it tells
+# what it was made from, so that it is used again while that holds; a marker tells a half-made one, which is made anew.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ARVIDEO_VENV:-$ROOT/.venv}"
@@ -31,25 +31,31 @@ make_environment() {
   fi
 
   if ! ready "$extra"; then
-    # Dependencies changed, or the folder moved: often pip alone mends it. If it does not, start again, but only what is ours.
+    # Dependencies changed, or the folder moved: often pip alone mends it. If not, start again, but only what is ours.
     if [ -d "$VENV/bin" ] && runs; then
       say "bringing the environment in $VENV up to date"
       local ours=no
       [ -f "$STAMP" ] && ours=yes
       install "$extra"
       if ! healthy "$extra"; then
-        [ $ours = yes ] || fail "$VENV does not work and was not made by this script; remove it and run this again"
+        [ $ours = yes ] || fail "$VENV does not work even after pip ran ($(broken "$extra" 2>&1 | tail -n 1)); remove it"
         rm -rf "$VENV"
       fi
     elif [ -f "$STAMP" ]; then
       say "removing the environment in $VENV: its Python is gone"
       rm -rf "$VENV"
     elif [ -f "$VENV/pyvenv.cfg" ]; then
-      fail "$VENV has no working Python >= 3.10 and was not made by this script; remove it and run this again"
+      fail "$VENV has no working Python >= 3.10 and was not made by this script; remove it"
     fi
     if [ ! -d "$VENV/bin" ]; then
       create
       install "$extra"
+      if ! healthy "$extra" && grep -q '^include-system-site-packages = true' "$VENV/pyvenv.cfg"; then
+        say "the packages that are there already do not fit ($(broken "$extra" 2>&1 | tail -n 1)); doing without them"
+        rm -rf "$VENV"
+        create alone
+        install "$extra"
+      fi
       healthy "$extra" || fail "the environment in $VENV was made, but does not work: $(broken "$extra" 2>&1 | tail -n 1)"
     fi
     printf '%s\n%s\n' "$(fingerprint)" "$extra" >"$STAMP"
@@ -65,10 +71,13 @@ ready() {
     { [ "$1" = base ] || [ "$(sed -n 2p "$STAMP")" = dev ]; } && healthy "$1"
 }
 
-runs() { "$VENV/bin/python" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+# The environment's Python, from a folder where no file of ours can be taken for an installed package.
+py() { (cd / && "$VENV/bin/python" "$@"); }
+
+runs() { py -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 fingerprint() {
-  "$VENV/bin/python" -I - "$ROOT" "$VENV" <<'PY'
+  py - "$ROOT" "$VENV" <<'PY'
 import hashlib, pathlib, sys
 made_from = [pathlib.Path(sys.argv[1], "pyproject.toml").read_text("utf-8"), sys.version, *sys.argv[1:]]
 print(hashlib.sha256("\n".join(made_from).encode()).hexdigest())
@@ -79,7 +88,7 @@ healthy() { broken "$1" >/dev/null 2>&1; }
 
 # Import what breaks when versions do not fit (torchvision with another torch), look for the rest: seconds.
 broken() {
-  "$VENV/bin/python" -I - "$1" <<'PY'
+  py - "$1" <<'PY'
 import importlib.util, sys
 import torch, torchvision, cv2, imageio_ffmpeg
 names = "accelerate diffusers omegaconf open_clip peft rich safetensors tensorboard transformers arvideo_rl rewards samplers"
@@ -99,7 +108,7 @@ create() {
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python cannot make environments; install its venv module (Debian, Ubuntu: apt-get install python3-venv)"
   [ "$(uname -sm)" != "Linux x86_64" ] || size="7 GB" # there pip's torch brings the CUDA libraries
-  if lends_torch "$python"; then
+  if [ "${1:-}" != alone ] && lends_torch "$python"; then
     flag=--system-site-packages
     size="1 GB, with the torch that is there already"
   fi
@@ -109,7 +118,7 @@ create() {
 
 # True if the torch and torchvision of a Python work, are new enough, and can be seen from an environment made with it.
 lends_torch() {
-  "$1" - "$ROOT/pyproject.toml" >/dev/null 2>&1 <<'PY'
+  (cd / && "$1" - "$ROOT/pyproject.toml") >/dev/null 2>&1 <<'PY'
 import re, sys
 if sys.prefix != sys.base_prefix:
     sys.exit(1)  # itself an environment: what it holds is not passed on

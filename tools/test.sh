@@ -20,6 +20,6 @@ step() {
   say "$*"
   "$@"
 }
-step ruff check .
+step ruff check --output-format concise .
 step mypy arvideo_rl rewards samplers
 step python -m pytest "$@"

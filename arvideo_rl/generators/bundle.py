@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from arvideo_rl.generators.codec import IdentityCodec
@@ -22,6 +23,7 @@ from arvideo_rl.generators.transformer import CausalWan
 from samplers.schedule import warped_levels
 
 M = TypeVar("M", bound=torch.nn.Module)
+WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"  # diffusers' name
 SHIPPED = Path(__file__).resolve().parents[1] / "weights"
 
 
@@ -83,10 +85,9 @@ class Generator:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("transformer", "text_encoder"):
             module = getattr(self, name)
-            kind = type(module)
-            copy = kind.from_config(module.config)
-            copy.load_state_dict(module.state_dict())
-            copy.to(dtype).save_pretrained(folder / name)
+            module.save_config(folder / name)
+            state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in module.state_dict().items()}
+            save_file(state, folder / name / WEIGHTS_NAME, {"format": "pt"})
         data = {"codec": asdict(self.codec), "streaming": asdict(self.streaming)}
         (folder / "generator.json").write_text(json.dumps(data, indent=2) + "\n")
 
@@ -111,7 +112,7 @@ class Generator:
 def _load_strict(kind: type[M], folder: Path) -> M:
     """Build from config.json and load every tensor in float32; diffusers' own loader would fill gaps at random."""
     module = kind.from_config(kind.load_config(folder))  # type: ignore[attr-defined]
-    path = folder / "diffusion_pytorch_model.safetensors"
+    path = folder / WEIGHTS_NAME
     with safe_open(path, "pt") as file:
         state = {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118
     try:

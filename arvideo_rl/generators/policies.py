@@ -8,6 +8,7 @@ and leaves ``current`` active on exit, so a later backward (and recomputation un
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class Policies:
         lora = LoraConfig(
             r=config.rank, lora_alpha=config.alpha, target_modules=_block_linears(transformer, config.targets)
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
             torch.manual_seed(seed)
             for name in ("current", "old"):
                 transformer.add_adapter(lora, adapter_name=name)

@@ -37,7 +37,8 @@ class Prediction:
 
 class CausalWan(WanTransformer3DModel):
     """Causal Wan. ``prediction`` says what the weights predict (v or x0); ``num_actions`` > 0 adds an embedding of
-    one discrete action per frame (index 0 = none) to the time embedding."""
+    one discrete action per frame (index 0 = none) to the time embedding; ``places`` (frames, rows, columns) adds a
+    learned embedding of a token's place in its chunk, which a small network needs where Wan makes do with RoPE."""
 
     @register_to_config
     def __init__(
@@ -60,6 +61,7 @@ class CausalWan(WanTransformer3DModel):
         pos_embed_seq_len: int | None = None,
         prediction: str = "v",
         num_actions: int = 0,
+        places: tuple[int, int, int] | None = None,
     ) -> None:
         if image_dim is not None or added_kv_proj_dim is not None:
             raise ValueError("image-to-video Wan weights (image_dim, added_kv_proj_dim) are not supported")
@@ -74,6 +76,7 @@ class CausalWan(WanTransformer3DModel):
         del self.rope  # its table ends at 1,024 frames; see rope.py
         dim = num_attention_heads * attention_head_dim
         self.action_embedding = nn.Embedding(num_actions, dim) if num_actions else None
+        self.place_embedding = nn.Parameter(torch.zeros(*places, dim)) if places else None
 
     def forward(self, x: Tensor, t: Tensor, context: Context, *, write: bool = False) -> Prediction:  # type: ignore[override]
         """Predict the clean chunk.
@@ -98,6 +101,11 @@ class CausalWan(WanTransformer3DModel):
 
         h = self.patch_embedding(x.transpose(1, 2).to(self.patch_embedding.weight.dtype))
         h = h.flatten(3).permute(0, 2, 3, 1)  # [B, F, L, E]
+        if self.place_embedding is not None:
+            if self.place_embedding.shape[0] < frames or tuple(self.place_embedding.shape[1:3]) != grid:
+                known = "x".join(map(str, self.place_embedding.shape[:3]))
+                raise ValueError(f"chunk of {frames}x{grid[0]}x{grid[1]} tokens; this generator knows {known} places")
+            h = h + self.place_embedding[:frames].flatten(1, 2)
         dim = self.config.attention_head_dim
         positions = tuple(range(context.position, context.position + frames))
         here = rotation(positions, *grid, dim, x.device)

@@ -59,6 +59,12 @@ class Measured:
         values = {k.removeprefix("values/"): v for k, v in data.items() if k.startswith("values/")}
         return cls(values, data["features"], data["pixels"])
 
+    @classmethod
+    def join(cls, parts: list[Measured]) -> Measured:
+        """Put together what was measured on consecutive prompts."""
+        tensors = [part.tensors() for part in parts]
+        return cls.from_tensors({k: torch.cat([t[k] for t in tensors]) for k in tensors[0]})
+
 
 def measure(
     generator: Generator, model, prompts: Prompts, rewards: dict[str, tuple[Reward, float]], size: HeldOut, title: str
@@ -149,8 +155,3 @@ def compare(before: Measured, after: Measured, trained: dict[str, float], size: 
         "nothing_sacrificed": all(v["ok"] for v in verifiers),
         "smallest_detectable_gain": 3 * gain["se"],
     }
-
-
-def held_out_prompts(prompts: Prompts, size: HeldOut) -> Prompts:
-    """The first ``size.prompts`` of the given held-out prompts."""
-    return prompts.take(list(range(min(size.prompts, len(prompts)))))

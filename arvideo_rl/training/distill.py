@@ -80,7 +80,7 @@ def build(config: DistillConfig) -> Generator:
     transformer = CausalWan(
         patch_size=(1, *n.patch), num_attention_heads=n.dim // 32, attention_head_dim=32, in_channels=3,
         out_channels=3, text_dim=n.text_dim, freq_dim=128, ffn_dim=n.ffn, num_layers=n.layers, prediction="x0",
-        num_actions=len(ACTIONS),
+        num_actions=len(ACTIONS), places=(config.streaming.chunk, *(config.streaming.size // p for p in n.patch)),
     )  # fmt: skip
     nn.init.normal_(transformer.action_embedding.weight, std=0.02)
     nn.init.zeros_(transformer.proj_out.weight)
@@ -184,8 +184,8 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
         torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - decay)
         row = {"step": step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": time.time() - begun, **metrics}
         log.write(json.dumps(row) + "\n")
+        log.flush()
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            log.flush()
             _save(folder, step + 1, parameters, average, opts)
     with torch.no_grad():
         for k, p in parameters.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 
@@ -117,8 +117,12 @@ def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
     """Measure the current policy held out, or read what was measured before an interruption."""
     if cache is not None and cache.exists():
         return Measured.from_tensors(load_file(cache))
+    accelerator, prompts = run.accelerator, _prompts(run.config)
+    n, i = accelerator.num_processes, accelerator.process_index
+    mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
     with torch.no_grad(), run.policies.using("current") as model:
-        found = measure(run.generator, model, _prompts(run.config), run.rewards, run.config.held_out, title)
+        found = measure(run.generator, model, mine, run.rewards, run.config.held_out, title)
+    found = Measured.join(gather_object([found]) if n > 1 else [found])
     if cache is not None and run.accelerator.is_main_process:
         draft = cache.with_suffix(".tmp")
         save_file(found.tensors(), draft)
@@ -129,6 +133,5 @@ def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
 def quiet() -> None:
     """Silence library chatter that says nothing to a user."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
     for name in ("diffusers", "transformers", "accelerate", "peft"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,148 @@
+"""The command line as a user runs it: a subprocess, right and wrong arguments, files that open."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arvideo_rl.cli.main import COMMANDS
+from arvideo_rl.media import read_video
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def arvideo(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "arvideo_rl", *args]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_help_names_every_command_and_every_command_has_help():
+    shown = arvideo("--help")
+    assert shown.returncode == 0 and all(name in shown.stdout for name in COMMANDS)
+    for name in COMMANDS:
+        done = arvideo(name, "--help")
+        assert done.returncode == 0 and done.stdout.startswith(f"arvideo {name}"), done.stderr
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
+def test_every_shipped_yaml_dry_runs(path, tmp_path):
+    command = path.relative_to(ROOT / "configs").parts[0]
+    done = arvideo(command, str(path), "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "what follows" in done.stdout
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        ((), 2, ""),
+        (("algin",), 2, "did you mean 'align'"),
+        (("align",), 2, "takes one YAML file"),
+        (("align", "nowhere.yaml"), 1, "align/tiny_nft"),
+        (("align", "align/tiny_nft", "group=1"), 1, "2 or more"),
+        (("align", "align/tiny_nft", "grop=4"), 1, "did you mean group"),
+        (("align", "align/tiny_nft", "frames=10"), 1, "use 9 or 12"),
+        (("align", "align/tiny_nft", "generator=nothing"), 1, "tiny"),
+        (("align", "align/tiny_nft", "objective.args.bta=1"), 1, "beta"),
+        (("align", "align/tiny_nft", "rewards.actions.target=inverse_dynamic"), 1, "did you mean"),
+        (("align", "align/tiny_nft", "--dryrun"), 2, "unknown flag"),
+        (("generate",), 2, "exactly one of"),
+        (("generate", "prompt=a purple ball rests"), 1, "purple"),
+        (("generate", "prompt=a red ball rests", "out=x.webm"), 2, ".mp4"),
+        (("generate", "prompt=a red ball rests", "frames=0"), 2, "1 or more"),
+        (("generate", "prompt=a red ball rests", "actions=jump"), 1, "turn left"),
+        (("generate", "prompt=a red ball rests", "switch=4: a blue cube rests"), 2, "use 3 or 6"),
+        (("generate", "prompts=nowhere.txt"), 1, "does not exist"),
+        (("score", "nowhere.mp4"), 1, "no file"),
+        (("score", "README.md", "reward=pretty"), 1, "inverse_dynamics"),
+        (("evaluate", "runs/x"), 2, "key=value"),
+        (("rewards",), 2, "rewards list"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_the_right_code(args, code, says, tmp_path):
+    (tmp_path / "README.md").write_text("not a video")
+    done = arvideo(*args, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 1
+
+
+def test_generate_then_score(tmp_path):
+    made = arvideo(
+        "generate",
+        "prompt=a red ball rolls left",
+        "actions=turn left*6",
+        "frames=7",
+        "out=a.mp4",
+        "scale=2",
+        cwd=tmp_path,
+    )
+    assert made.returncode == 0, made.stderr
+    pixels, fps = read_video(tmp_path / "a.mp4")
+    assert pixels.shape == (7, 3, 64, 64) and fps == 8
+    beside = json.loads((tmp_path / "a.mp4.json").read_text())
+    assert beside["prompt"] == "a red ball rolls left" and beside["actions"] == [0, 2, 2, 2, 2, 2, 2]
+
+    scored = arvideo("score", "a.mp4", "out=s.csv", cwd=tmp_path)
+    assert scored.returncode == 0, scored.stderr
+    header, row = (tmp_path / "s.csv").read_text().splitlines()
+    assert header.startswith("file,value,log_likelihood") and row.startswith("a.mp4,-")
+
+    (tmp_path / "bad.mp4").write_text("no video")
+    both = arvideo("score", ".", cwd=tmp_path)
+    assert both.returncode == 0 and "1 of 2 files" in both.stdout
+    assert arvideo("score", "bad.mp4", cwd=tmp_path).returncode == 1, "nothing could be scored"
+
+
+def test_generate_is_repeatable_and_a_switch_changes_only_what_follows(tmp_path):
+    base = ("generate", "prompt=a red ball rests", "frames=12", "format=png", "scale=1", "seed=3")
+    for name, more in (("a.gif", ()), ("b.gif", ()), ("c.gif", ("switch=6: a blue cube rests",))):
+        done = arvideo(*base, f"out={name}", *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    a, b, c = (read_video(tmp_path / n)[0] for n in ("a.gif", "b.gif", "c.gif"))
+    assert (a == b).all()
+    assert (a[:6] - c[:6]).abs().mean() < 0.02 < (a[6:] - c[6:]).abs().max()
+
+
+def test_prompts_file_to_folder(tmp_path):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a red ball rests"}\n{"prompt": "a blue cube rests", "actions": ["back"]}\n'
+    )
+    done = arvideo("generate", "prompts=p.jsonl", "out=v", "format=png", "frames=3", "scale=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "v").glob("*.png")) == ["0000.png", "0001.png"]
+
+
+def test_doctor_and_rewards_list():
+    done = arvideo("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "attention backend" in done.stdout and "generator tiny" in done.stdout and "ffmpeg" in done.stdout
+    assert "inverse_dynamics" in arvideo("rewards", "list").stdout
+
+
+def test_align_evaluate_and_generate_from_the_run(tmp_path):
+    done = arvideo("align", "align/debug_tiny", "name=r", f"out={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out comparison" in done.stdout and (tmp_path / "r" / "summary.json").is_file()
+    again = arvideo("align", "align/debug_tiny", "name=r", f"out={tmp_path}", cwd=tmp_path)
+    assert again.returncode == 1 and "finished" in again.stderr
+    made = arvideo(
+        "generate", "prompt=a red ball rests", f"generator={tmp_path / 'r'}", "frames=3", "out=x.png", cwd=tmp_path
+    )
+    assert made.returncode == 0 and "aligned by" in made.stdout, made.stderr
+    sizes = ("held_out.prompts=6", "held_out.noises=1", "held_out.frames=12")
+    compared = arvideo("evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "out=e.json", *sizes, cwd=tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    assert "verifiers" in json.loads((tmp_path / "e.json").read_text())

@@ -1,0 +1,128 @@
+"""Streams, caches, predictions and gradients equal those of the official Wan, Self-Forcing and LongLive code."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from arvideo_rl.generators.context import Context, Window
+from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.rope import rotate, rotation
+from samplers.kernels import forward
+from samplers.schedule import warped_levels
+from samplers.stream import stream
+
+CLOSE = dict(rtol=0, atol=1e-5)
+LEVELS = warped_levels((1000, 750, 500, 250), 5)
+ROLLOUTS = {
+    "full.absolute": Window(3, None, 0, "absolute"),
+    "l6s0.absolute": Window(3, 6, 0, "absolute"),
+    "l6s3.absolute": Window(3, 6, 3, "absolute"),
+    "l9s3.absolute": Window(3, 9, 3, "absolute"),
+    "l9s3.adjacent": Window(3, 9, 3, "adjacent"),
+}
+
+
+def roll(model, window, g):
+    def draw(chunk, step, purpose):
+        if purpose == "init":
+            return g["noise"][:, 3 * chunk : 3 * chunk + 3]
+        return g["renoise"][3 * chunk + step - 1][None]
+
+    denoiser = Denoiser(model, window, Script(((0, g["text"]),)))
+    return torch.cat([c.latents for c in stream(denoiser, window.chunks(24), LEVELS, draw)], 1)
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_a_streaming_rollout_equals_the_official_one(name, golden, golden_wan):
+    g = golden("rollouts")
+    torch.testing.assert_close(roll(golden_wan, ROLLOUTS[name], g), g[name], **CLOSE)
+
+
+def test_the_golden_rollouts_tell_every_policy_from_every_other(golden):
+    g = golden("rollouts")
+    assert all((g[a] - g[b]).abs().max() > 0.01 for a in ROLLOUTS for b in ROLLOUTS if a != b)
+
+
+@pytest.fixture(scope="module")
+def kv_run(golden, golden_wan):
+    """Per chunk the noisy and the clean prediction, and the context after the last chunk."""
+    g, window, seen = golden("kv_forward"), Window(3, None, 0, "absolute"), []
+    context = window.start()
+    with torch.no_grad():
+        for c in range(3):
+            context = context.condition(g["text"], None)
+            noisy = golden_wan(g[f"chunk{c}.noisy"], g[f"chunk{c}.timestep"] / 1000, context)
+            clean = golden_wan(g[f"chunk{c}.x0"], torch.zeros(2, 3), context, write=True)
+            context = window.commit(context, clean.span)
+            seen.append((noisy, clean))
+    return seen, context
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_noisy_and_clean_passes_over_the_cache_equal_the_official_ones(chunk, golden, kv_run):
+    g, (noisy, clean) = golden("kv_forward"), kv_run[0][chunk]
+    torch.testing.assert_close(noisy.v, g[f"chunk{chunk}.flow"], **CLOSE)
+    torch.testing.assert_close(noisy.x0, g[f"chunk{chunk}.x0"], **CLOSE)
+    torch.testing.assert_close(clean.v, g[f"chunk{chunk}.clean_pass_flow"], **CLOSE)
+
+
+def test_golden_chunk_2_has_another_noise_level_in_every_frame(golden):
+    assert len(golden("kv_forward")["chunk2.timestep"][0].unique()) == 3
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_cached_keys_rotated_at_their_frames_equal_the_official_cache(layer, golden, kv_run):
+    g, spans = golden("kv_forward"), kv_run[1].spans
+    factors = rotation(tuple(range(9)), 4, 6, 32, torch.device("cpu"))
+    keys = rotate(torch.cat([s.keys[layer] for s in spans], 1), factors)
+    torch.testing.assert_close(keys[1:], g[f"kv{layer}.k"], **CLOSE)
+    torch.testing.assert_close(torch.cat([s.values[layer] for s in spans], 1)[1:], g[f"kv{layer}.v"], **CLOSE)
+
+
+def test_one_chunk_of_all_frames_equals_the_official_bidirectional_model(golden, golden_wan):
+    g = golden("bidirectional")
+    with torch.no_grad():
+        out = golden_wan(g["hidden_states"].transpose(1, 2), g["timestep"] / 1000, Context(text=g["text"]))
+    torch.testing.assert_close(out.v.transpose(1, 2), g["flow"], **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def training_rollout(golden, golden_wan):
+    """The official training rollout that leaves at the second step: output, loss, and the gradient per parameter."""
+    g, window, outputs = golden("training_rollout"), Window(3, None, 0, "absolute"), []
+    nearest = 5 * 0.001 / (1 + 4 * 0.001)  # the level official code refreshes at when it means 0
+    denoiser = Denoiser(golden_wan, window, Script(((0, g["text"]),)))
+    context = denoiser.start()
+    for k, (a, b) in enumerate(pairwise(range(0, 13, 3))):
+        context = denoiser.enter(context)
+        with torch.no_grad():
+            x0 = denoiser.denoise(g["noise"][:, a:b], LEVELS[0], context)
+        x0 = denoiser.denoise(forward(x0, g["renoise"][2 * k], LEVELS[1]), LEVELS[1], context)
+        outputs.append(x0)
+        with torch.no_grad():
+            context = denoiser.refresh(forward(x0, g["renoise"][2 * k + 1], nearest), context)
+    output = torch.cat(outputs, 1)
+    loss = (output - g["grad_target"]).square().mean()
+    names, parameters = zip(*golden_wan.named_parameters())
+    return output.detach(), loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters)))
+
+
+def test_the_training_rollout_equals_the_official_one(golden, training_rollout):
+    g = golden("training_rollout")
+    torch.testing.assert_close(training_rollout[0], g["output"], **CLOSE)
+    torch.testing.assert_close(training_rollout[1], g["loss"][0], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("official", "ours"),
+    [
+        ("blocks.0.self_attn.q.weight", "blocks.0.attn1.to_q.weight"),
+        ("blocks.0.self_attn.k.weight", "blocks.0.attn1.to_k.weight"),
+        ("blocks.1.cross_attn.k.weight", "blocks.1.attn2.to_k.weight"),
+        ("head.head.weight", "proj_out.weight"),
+    ],
+)
+def test_gradients_through_a_detached_context_equal_the_official_ones(official, ours, golden, training_rollout):
+    expected, got = golden("training_rollout")[f"grad.{official}"], training_rollout[2][ours]
+    assert (got - expected).norm() < 1e-5 * expected.norm()

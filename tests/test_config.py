@@ -1,0 +1,90 @@
+"""Configuration: inheritance, overrides, and errors that name the key and the way out."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from arvideo_rl.config import ConfigError, find, load, presets
+
+
+@dataclass
+class Inner:
+    depth: int = 1
+
+
+@dataclass
+class Part:
+    target: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Schema:
+    name: str = "x"
+    rate: float = 0.5
+    many: tuple[int, ...] = (1, 2)
+    maybe: int | None = None
+    inner: Inner = field(default_factory=Inner)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+
+def write(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_base_file_then_override(tmp_path):
+    write(tmp_path, "low.yaml", "name: low\nrate: 1\ninner: {depth: 3}\nparts: {a: {target: t, args: {k: 1}}}\n")
+    top = write(tmp_path, "top.yaml", "base: low.yaml\nname: top\nparts: {a: {args: {j: 2}}}\n")
+    config = load(Schema, top, ["inner.depth=7", "parts.a.args.k=9", "maybe=4"])
+    assert (config.name, config.rate, config.inner.depth, config.maybe) == ("top", 1.0, 7, 4)
+    assert isinstance(config.inner, Inner) and isinstance(config.parts["a"], Part)
+    assert config.parts["a"].args == {"k": 9, "j": 2} and config.parts["a"].target == "t"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("nmae=y", "did you mean name"),
+        ("inner.depht=1", "did you mean inner.depth"),
+        ("parts.a.tagret=1", "did you mean parts.a.target"),
+        ("rate=fast", "rate"),
+        ("inner.depth=1.5", "depth"),
+        ("plain", "not key=value"),
+        ("name.first=x", "inner|name"),
+        ("zzz=1", "known here"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_key(override, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(Schema, None, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_values_are_literal():
+    assert load(Schema, None, ["name=${oc.env:HOME} a: b"]).name == "${oc.env:HOME} a: b"
+
+
+@pytest.mark.parametrize("content", [b"name: [", b"- 1", b"\xff\xfe"])
+def test_unreadable_yaml_names_the_file(tmp_path, content):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="bad.yaml"):
+        load(Schema, str(path), [])
+
+
+def test_missing_file_lists_presets():
+    with pytest.raises(ConfigError, match="align/tiny_nft"):
+        find("nowhere.yaml")
+
+
+def test_missing_base_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="gone.yaml"):
+        load(Schema, write(tmp_path, "a.yaml", "base: gone.yaml"), [])
+
+
+def test_presets_are_found_by_name_and_by_path():
+    assert find("align/tiny_nft") == presets() / "align" / "tiny_nft.yaml"
+    assert find("configs/align/tiny_nft.yaml").name == "tiny_nft.yaml"

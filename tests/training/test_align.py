@@ -1,0 +1,265 @@
+"""One alignment iteration and what must hold between iterations, batches, resumes and processes."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+
+from arvideo_rl.config import ConfigError
+from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.objectives.record import context_gap, walk
+from arvideo_rl.training import rundir
+from arvideo_rl.training.align import Run
+from arvideo_rl.training.launch import align
+from arvideo_rl.training.rollout import roll_out
+from arvideo_rl.training.settings import check, lag_keep
+
+ROOT = Path(__file__).parents[2]
+
+
+def trained(run: Run) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in run.policies.state().items()}
+
+
+def same(a: dict, b: dict, tolerance: float = 0.0) -> bool:
+    assert a.keys() == b.keys()
+    return all((a[k] - b[k]).abs().max() <= tolerance for k in a)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("lag", ["none", "nft"])
+def test_k_resume_k_equals_2k_bit_for_bit(config, tmp_path, kind, lag):
+    config.policy.kind, config.lag = kind, lag
+    straight = Run(copy.deepcopy(config), Accelerator())
+    for _ in range(4):
+        straight.step()
+
+    first = Run(copy.deepcopy(config), Accelerator())
+    for _ in range(2):
+        first.step()
+    first.save(tmp_path)
+    second = Run(copy.deepcopy(config), Accelerator())
+    second.restore(rundir.checkpoints(tmp_path)[-1])
+    for _ in range(2):
+        second.step()
+
+    assert second.iteration == straight.iteration == 4
+    assert same(trained(second), trained(straight))
+    a, b = (r.optimizer.state_dict()["state"] for r in (second, straight))
+    assert all(torch.equal(a[i]["exp_avg_sq"], b[i]["exp_avg_sq"]) for i in b)
+    assert not same(trained(first), trained(straight)), "two more iterations must have moved something"
+
+
+def test_micro_batches_equal_the_large_batch(config):
+    results = []
+    for size in (3, 8):
+        config.update_batch = size
+        run = Run(copy.deepcopy(config), Accelerator())
+        run.optimizer = torch.optim.SGD(run.policies.parameters().values(), lr=1.0)
+        run.step()
+        results.append(trained(run))
+    assert same(*results, tolerance=1e-6)
+
+
+def test_before_the_first_update_all_policies_agree_and_the_kl_is_zero(config):
+    config.lag = "frozen"  # keeps the old policy's forward in play
+    run = Run(config, Accelerator())
+    run.policies.old_is_current = False
+    metrics = run.step()
+    assert metrics["train/kl"] == 0 and metrics["train/x0_moved"] < 1e-12 and metrics["train/context_gap"] == 0
+    metrics = run.step()
+    assert metrics["train/kl"] > 0 and metrics["train/x0_moved"] > 0 and metrics["train/context_gap"] > 0
+
+
+def test_the_shortcut_for_old_equal_to_current_changes_nothing(config):
+    results = []
+    for shortcut in (True, False):
+        run = Run(copy.deepcopy(config), Accelerator())
+        run.policies.old_is_current = shortcut
+        run.step()
+        results.append(trained(run))
+    assert same(*results, tolerance=1e-7)
+
+
+def test_the_update_walks_the_contexts_of_the_rollout_bit_for_bit(config):
+    run = Run(config, Accelerator())
+    record, _ = run._rollouts([0, 1])
+    streaming = run.generator.streaming
+    seen = []
+    denoiser = Denoiser(run.policies, streaming.attention_window(), record.script)
+
+    class Spy:
+        window = denoiser.window
+        start, denoise = staticmethod(denoiser.start), staticmethod(denoiser.denoise)
+
+        def enter(self, context):
+            seen.append(context)
+            return denoiser.enter(context)
+
+        def refresh(self, x0, context):
+            return denoiser.refresh(x0, context)
+
+    from samplers.stream import draw_from, stream
+
+    chunks = denoiser.window.chunks(config.frames)
+    list(stream(Spy(), chunks, streaming.levels, draw_from(record.keys, run.generator.latent_shape)))
+    walked = [c for *_, c in walk(denoiser, record.latents, lambda: run.policies.using("old"))]
+    assert len(walked) == len(seen) == 2 and walked[1].spans
+    for a, b in zip(walked, seen):
+        for s, r in zip(a.spans, b.spans):
+            assert all(torch.equal(x, y) for x, y in zip((*s.keys, *s.values), (*r.keys, *r.values)))
+
+
+def test_only_the_current_chunk_carries_a_graph_and_later_chunks_do_not_matter(config):
+    config.frames = 12
+    run = Run(config, Accelerator())
+    record, _ = run._rollouts([0, 1])
+    adv = torch.randn(len(record), 4)
+    levels = run.generator.streaming.levels
+
+    def losses(latents):
+        latents = latents.clone().requires_grad_()
+        part = record.__class__(latents, record.script, record.keys, record.groups)
+        denoiser = Denoiser(run.policies, run.generator.streaming.attention_window(), record.script)
+        out, saved = [], []
+        steps = run.objective.losses(run.policies, denoiser, part, adv, levels)
+        while True:
+            count = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda x, c=count: c.append(x.numel()) or x, lambda x: x):
+                loss = next(steps, None)
+            if loss is None:
+                break
+            saved.append(sum(count))
+            [grad] = torch.autograd.grad(loss[0], latents, retain_graph=False)
+            touched = [k for k in range(4) if grad[:, 3 * k : 3 * k + 3].abs().max() > 0]
+            out.append((loss[0].item(), touched))
+        return out, saved
+
+    found, saved = losses(record.latents)
+    assert [touched for _, touched in found] == [[0], [1], [2], [3]]
+    assert saved[3] < 2.5 * saved[1], "saved tensors must not add up over chunks"
+    changed = record.latents.clone()
+    changed[:, 6:9] += 1
+    again, _ = losses(changed)
+    assert [a for a, _ in again[:2]] == [a for a, _ in found[:2]] and again[3][0] != found[3][0]
+
+
+def test_trained_levels_are_the_sampler_s_own_without_repetition(config):
+    from arvideo_rl.objectives.nft import chunk_levels
+
+    run = Run(config, Accelerator())
+    record, _ = run._rollouts([0, 1])
+    levels = run.generator.streaming.levels
+    t = chunk_levels(record, 1, 3, levels)
+    assert t.shape == (3, 8) and set(t.flatten().tolist()) <= set(torch.tensor(levels).tolist())
+    assert all(len(set(column.tolist())) == 3 for column in t.T)
+
+
+def test_a_branch_replays_alone(config):
+    run = Run(config, Accelerator())
+    record, prompts = run._rollouts([0, 1])
+    with torch.no_grad(), run.policies.using("old") as model:
+        alone = roll_out(run.generator, model, prompts.take([5]), record.keys[5:6], config.frames, record.groups[5:6])
+    torch.testing.assert_close(alone.latents[0], record.latents[5], rtol=0, atol=1e-5)
+    assert (record.latents[4] - record.latents[5]).abs().max() > 1e-3, "branches of a group must differ"
+
+
+def test_gradient_accumulates_into_the_current_adapter_only(config):
+    run = Run(config, Accelerator())
+    base = {k: p.clone() for k, p in run.policies.model.named_parameters() if "lora_" not in k}
+    before = trained(run)
+    config.lag = "frozen"
+    run.step()
+    after = trained(run)
+    assert not all(torch.equal(after[k], before[k]) for k in before if k.startswith("current/"))
+    assert all(torch.equal(after[k], before[k]) for k in before if k.startswith("old/"))
+    assert all(torch.equal(p, base[k]) for k, p in run.policies.model.named_parameters() if k in base)
+
+
+def test_two_processes_give_one_process_s_update(config, tmp_path):
+    import dataclasses
+
+    config.policy.rank = 2
+    data = dataclasses.asdict(config) | {"iterations": 2, "lr": 1e-4}
+    data["held_out"]["prompts"] = 8
+    path = tmp_path / "config.yaml"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    ends = {}
+    for n in (1, 2):
+        path.write_text(
+            yaml.safe_dump({**data, "name": f"p{n}", "policy": {**data["policy"], "targets": ["to_q", "to_v"]}})
+        )
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(n),
+                   "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+                   "--main_process_port", "0", "-m", "arvideo_rl", "align", str(path)]  # fmt: skip
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        ends[n], _, _ = rundir.load_checkpoint(rundir.checkpoints(tmp_path / f"p{n}")[-1])
+    assert same(ends[1], ends[2], tolerance=1e-5)
+    start = Run(config, Accelerator()).policies.state()
+    assert max((ends[1][k] - start[k]).abs().max() for k in ends[1] if k in start and k.startswith("current/")) > 5e-5
+
+
+def test_a_run_ends_with_everything_in_its_directory_and_can_be_continued(config):
+    folder = align(config)
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json", "videos/before_after.png"):
+        assert (folder / name).is_file(), name
+    assert list((folder / "tensorboard").glob("events*"))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"seed", "iterations", "seconds", "trained", "verifiers"} <= summary.keys()
+    assert {"name", "before", "after", "delta", "se", "n"} <= summary["trained"].keys()
+    assert {"frechet", "sharpness", "actions_other_judge"} <= {v["name"] for v in summary["verifiers"]}
+    assert all("margin" in v for v in summary["verifiers"])
+    with pytest.raises(ConfigError, match="finished"):
+        align(config)
+    config.lr = 0.5
+    with pytest.raises(ConfigError, match="another configuration"):
+        align(config)
+    config.lr, config.iterations = 1e-3, 3
+    align(config)
+    rows = [json.loads(x)["iteration"] for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("frames", 10, "use 9 or 12"),
+        ("group", 1, "2 or more"),
+        ("rewards", {}, "no rewards"),
+        ("advantage", "z", "group_z"),
+        ("lag", "x", "frozen"),
+        ("iterations", 0, "1 or more"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_can(config, key, value, says):
+    setattr(config, key, value)
+    with pytest.raises(ConfigError, match=says):
+        check(config, 3, 1)
+
+
+def test_branches_that_do_not_divide_over_processes_name_the_nearest_that_do(config):
+    config.prompts_per_step, config.group = 5, 3
+    with pytest.raises(ConfigError, match="prompts_per_step=4 or 6"):
+        check(config, 3, 2)
+
+
+def test_lag_laws():
+    assert lag_keep("none", 9) == 0 and lag_keep("frozen", 9) == 1
+    assert lag_keep("nft", 100) == pytest.approx(0.1) and lag_keep("nft", 9000) == 0.5
+    assert lag_keep("slow", 75) == 0 and lag_keep("slow", 175) == pytest.approx(0.75) and lag_keep("slow", 999) == 0.999
+
+
+def test_context_gap_is_zero_between_equal_policies(config):
+    run = Run(config, Accelerator())
+    record, _ = run._rollouts([0, 1])
+    denoiser = Denoiser(run.policies, run.generator.streaming.attention_window(), record.script)
+    old, current = (lambda n=n: run.policies.using(n) for n in ("old", "current"))
+    assert context_gap(denoiser, record.latents, old, current) == 0

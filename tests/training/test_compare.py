@@ -1,0 +1,73 @@
+"""The held-out comparison: arithmetic by hand, and verdicts that can go either way."""
+
+import math
+
+import pytest
+import torch
+
+from arvideo_rl.training.compare import HeldOut, Measured, compare, paired, paired_frechet
+from rewards.inverse_dynamics import InverseDynamics
+
+
+def test_paired_errors_are_clustered_by_prompt():
+    before = torch.zeros(4, 2)
+    after = torch.tensor([[1.0, 3.0], [2.0, 2.0], [3.0, 5.0], [0.0, 0.0]])
+    by_prompt = torch.tensor([2.0, 2.0, 4.0, 0.0])
+    found = paired(before, after)
+    assert found["delta"] == pytest.approx(2.0) and found["n"] == 4
+    assert found["se"] == pytest.approx(by_prompt.std().item() / 2)  # not the std of all eight
+
+
+def test_pairs_with_an_unmeasurable_side_are_left_out():
+    before = torch.tensor([[1.0], [math.nan], [3.0]])
+    after = torch.tensor([[2.0], [9.0], [6.0]])
+    found = paired(before, after)
+    assert (found["n"], found["before"], found["after"], found["delta"]) == (2, 2.0, 4.0, 2.0)
+
+
+def measured(seed: int, gain: float = 0.0, sharper: float = 0.0, spread: float = 1.0) -> Measured:
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(32, 2, generator=rng) * 0.02
+    features = torch.randn(32, 2, 8, 64, generator=torch.Generator().manual_seed(seed)) * spread
+    values = {"reward/actions": 0.5 + gain + noise, "sharpness": 4.0 + sharper + noise}
+    return Measured(values, features, torch.zeros(32, 2, 9, 3, 4, 4, dtype=torch.uint8))
+
+
+def test_a_gain_with_nothing_lost_is_learned():
+    before = measured(1)
+    after = measured(1)
+    after.values["reward/actions"] = before.values["reward/actions"] + 0.1 + 0.01 * torch.randn(32, 2)
+    result = compare(before, after, {"actions": 1.0}, HeldOut())
+    assert result["learned"] and result["nothing_sacrificed"]
+    assert result["trained"]["delta"] == pytest.approx(0.1, abs=0.01)
+
+
+def test_noise_alone_is_not_learning():
+    before, after = measured(1), measured(1)
+    torch.manual_seed(0)
+    after.values["reward/actions"] = before.values["reward/actions"] + torch.randn(32, 2)
+    assert not compare(before, after, {"actions": 1.0}, HeldOut())["learned"]
+
+
+def test_a_verifier_below_its_margin_is_named():
+    before, after = measured(1), measured(1, sharper=-0.5)
+    result = compare(before, after, {"actions": 1.0}, HeldOut(margin=0.05))
+    assert [v["name"] for v in result["verifiers"] if not v["ok"]] == ["sharpness"]
+    assert not result["nothing_sacrificed"]
+    wide = compare(before, after, {"actions": 1.0}, HeldOut(margin=0.2))
+    assert wide["nothing_sacrificed"], "the margin is the user's to state"
+
+
+def test_a_larger_frechet_distance_is_worse():
+    before, after = measured(1), measured(1, spread=3.0)
+    [row] = [v for v in compare(before, after, {"actions": 1.0}, HeldOut())["verifiers"] if v["name"] == "frechet"]
+    assert row["better"] == "lower" and row["delta"] > 0 and not row["ok"]
+
+
+def test_the_frechet_error_is_paired():
+    reference = InverseDynamics("idm_heldout").frechet_reference
+    features = torch.randn(32, 2, 8, 64, generator=torch.Generator().manual_seed(0))
+    found = paired_frechet(features, features.clone(), reference)
+    assert found["delta"] == 0 and found["se"] == 0
+    other = torch.randn(32, 2, 8, 64, generator=torch.Generator().manual_seed(1))
+    assert paired_frechet(features, other, reference)["se"] > 0

@@ -1,0 +1,82 @@
+"""Prompts: files as users have them, actions in words, and the order in which a run takes them."""
+
+import pytest
+import torch
+
+from arvideo_rl.training.prompts import (
+    HELD_OUT_SEED,
+    TRAIN_SEED,
+    PromptConfig,
+    parse_actions,
+    prompt_rows,
+    read_prompts,
+    training_prompts,
+    world_prompts,
+)
+from arvideo_rl.world.dataset import HELD_OUT
+
+
+def test_actions_in_words_numbers_and_repeats():
+    assert parse_actions("turn left*2, forward", 6) == [0, 2, 2, 4, 0, 0]
+    assert parse_actions(["stay", 3], 4) == [0, 1, 3, 0]
+    assert parse_actions("", 3) == [0, 0, 0]
+    assert parse_actions("back*9", 3) == [0, 5, 5], "cut to the frames asked for"
+
+
+@pytest.mark.parametrize("bad", ["jump", "turn left*x", "9"])
+def test_unknown_actions_are_named(bad):
+    with pytest.raises(ValueError, match="action"):
+        parse_actions(bad, 4)
+
+
+def test_text_file_with_mark_crlf_and_blank_lines(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes("\ufeffa red ball rests\r\n\r\n  a blue cube slides left  \r\n".encode())
+    assert read_prompts(path, 4).texts == ("a red ball rests", "a blue cube slides left")
+
+
+def test_jsonl_with_actions(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a red ball rests", "actions": ["stay", "back"]}\n{"prompt": "a blue cube rests"}\n')
+    prompts = read_prompts(path, 4)
+    assert prompts.actions.tolist() == [[0, 1, 5, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("p.txt", b"", "no prompt"),
+        ("p.txt", b"caf\xe9", "UTF-8"),
+        ("p.jsonl", b'{"prompt": "x"}\nnot json', "line 2"),
+        ("p.jsonl", b'{"text": "x"}', "line 1"),
+        ("p.jsonl", b'{"prompt": "x", "actions": ["jump"]}', "line 1.*jump"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        read_prompts(tmp_path / name, 4)
+
+
+def test_missing_file():
+    with pytest.raises(ValueError, match="does not exist"):
+        read_prompts(__import__("pathlib").Path("nowhere.txt"), 4)
+
+
+def test_every_prompt_comes_once_an_epoch_and_steps_hold_different_ones():
+    rows = [prompt_rows(12, 4, i, seed=5) for i in range(6)]
+    assert sorted(sum(rows[:3], [])) == sorted(sum(rows[3:], [])) == list(range(12))
+    assert rows[:3] != rows[3:], "epochs are shuffled differently"
+    assert rows[0] != prompt_rows(12, 4, 0, seed=6)
+
+
+def test_too_few_prompts_are_refused():
+    with pytest.raises(ValueError, match="there are 3"):
+        prompt_rows(3, 4, 0, 0)
+
+
+def test_world_prompts_do_not_change_with_the_count_and_sets_are_disjoint():
+    a, b = world_prompts(TRAIN_SEED, 3, 12, "joystick"), world_prompts(TRAIN_SEED, 5, 12, "joystick")
+    assert a.texts == b.texts[:3] and torch.equal(a.actions, b.actions[:3])
+    assert TRAIN_SEED + 1_000_000 < HELD_OUT < HELD_OUT_SEED
+    assert len(training_prompts(PromptConfig(count=4), 9)) == 4
