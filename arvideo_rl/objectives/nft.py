@@ -35,7 +35,8 @@ class NFT:
     adv_clip: float = 5.0  # advantages are clipped to +- this; maps them to r
     kl_weight: float = 1e-3  # pull towards the start point
     kl_space: str = "v"  # v: mean (v - v_start)^2; x0: mean (x0 - x0_start)^2 = t^2 times that
-    levels_per_chunk: int = 2  # of the sampler's levels, drawn without repetition for every chunk
+    levels_per_chunk: int = 2  # drawn without repetition for every chunk from the sampler's levels
+    train_levels: int | None = None  # train only the first, noisiest so many of the sampler's levels; None = all
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
     exploration = "independent"  # branches differ in all their noise
@@ -50,6 +51,8 @@ class NFT:
                 raise ValueError(f"objective {name} {value!r} is unknown; choose {' or '.join(known)}")
         if self.beta <= 0 or self.adv_clip <= 0 or self.kl_weight < 0 or self.levels_per_chunk < 1:
             raise ValueError("objective needs beta > 0, adv_clip > 0, kl_weight >= 0 and levels_per_chunk >= 1")
+        if self.train_levels is not None and self.train_levels < 1:
+            raise ValueError(f"objective train_levels={self.train_levels}: use 1 or more, or null for all")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -64,6 +67,7 @@ class NFT:
 
         ``adv`` [B, K]; ``levels`` are the sampler's warped levels.
         """
+        levels = levels[: self.train_levels]
         m = min(self.levels_per_chunk, len(levels))
         chunks = adv.shape[1]
         for k, start, stop, context in walk(denoiser, record.latents, lambda: policies.using(self.context_writer)):

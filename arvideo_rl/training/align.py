@@ -152,7 +152,7 @@ class Run:
         tensors, optimizer, state = rundir.load_checkpoint(path)
         self.policies.load_state(tensors, state["old_is_current"])
         self.optimizer.load_state_dict(optimizer)
-        self.iteration, self.seconds = state["iteration"], state["seconds"]
+        self.iteration, self.seconds = state["step"], state["seconds"]
 
 
 def _sum_gradients(parameters: list, accelerator: Accelerator) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.progress import track
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from arvideo_rl.generators.bundle import Generator, Streaming
@@ -29,6 +28,7 @@ from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.progress import hidden
+from arvideo_rl.training import rundir
 from arvideo_rl.world.dataset import Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS, WORDS
 from samplers.kernels import forward
@@ -193,28 +193,22 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
 
 
 def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list) -> None:
-    state = {f"live.{k}": p.detach() for k, p in parameters.items()} | {f"ema.{k}": p for k, p in average.items()}
-    save_file(state, folder / "state.tmp", {"step": str(step)})
-    torch.save([opt.state_dict() for opt in opts], folder / f"optimizers-{step}.pt")
-    (folder / "state.tmp").replace(folder / "state.safetensors")
-    for old in folder.glob("optimizers-*.pt"):
-        if old.name != f"optimizers-{step}.pt":
-            old.unlink()
+    tensors = {f"live.{k}": p.detach() for k, p in parameters.items()} | {f"ema.{k}": p for k, p in average.items()}
+    rundir.save_checkpoint(folder, step, tensors, [opt.state_dict() for opt in opts], {}, keep=1)
 
 
 def _resume(folder: Path, parameters: dict, average: dict, opts: list) -> int:
-    path = folder / "state.safetensors"
-    if not path.exists():
+    found = rundir.checkpoints(folder)
+    if not found:
         return 0
-    state = load_file(path)
+    tensors, states, state = rundir.load_checkpoint(found[-1])
     with torch.no_grad():
         for k, p in parameters.items():
-            p.copy_(state[f"live.{k}"])
-            average[k].copy_(state[f"ema.{k}"])
-    [saved] = folder.glob("optimizers-*.pt")
-    for opt, data in zip(opts, torch.load(saved, weights_only=True)):
+            p.copy_(tensors[f"live.{k}"])
+            average[k].copy_(tensors[f"ema.{k}"])
+    for opt, data in zip(opts, states):
         opt.load_state_dict(data)
-    return int(saved.stem.split("-")[1])
+    return state["step"]
 
 
 def run(config: DistillConfig, progress: bool = True) -> Path:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "omegaconf")
 
+TENSORS = "tensors.safetensors"
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new, never a part."""
@@ -76,18 +78,23 @@ def start(folder: Path, given: str | None, resolved: dict[str, Any]) -> None:
     write_json(folder / "environment.json", environment())
 
 
-def save_checkpoint(folder: Path, iteration: int, tensors: dict[str, Tensor], optimizer: dict, state: dict) -> Path:
-    """Write checkpoints/step-<iteration>; it is complete exactly when it has that name."""
-    final = folder / "checkpoints" / f"step-{iteration:06d}"
+def save_checkpoint(
+    folder: Path, step: int, tensors: dict[str, Tensor], optimizer: Any, state: dict, keep: int | None = None
+) -> Path:
+    """Write checkpoints/step-<step>, which is complete exactly when it has that name, and leave the newest ``keep``
+    (None: all). ``optimizer`` is a state dict or a list of them."""
+    final = folder / "checkpoints" / f"step-{step:06d}"
     draft = final.with_suffix(".tmp")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, draft / "policies.safetensors")
+    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, draft / TENSORS)
     torch.save(optimizer, draft / "optimizer.pt")
-    write_json(draft / "state.json", {"iteration": iteration, **state})
+    write_json(draft / "state.json", {"step": step, **state})
     if final.exists():
         shutil.rmtree(final)
     draft.rename(final)
+    for old in checkpoints(folder)[: -keep if keep else 0]:
+        shutil.rmtree(old)
     return final
 
 
@@ -97,12 +104,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in found if p.is_dir() and p.suffix != ".tmp")
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
-    """(policy tensors, optimizer state, state) of a checkpoint folder."""
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], Any, dict]:
+    """(tensors, optimizer state, state) of a checkpoint folder."""
     if not (path / "state.json").is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no state.json")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return load_file(path / "policies.safetensors"), torch.load(path / "optimizer.pt", weights_only=True), state
+    return load_file(path / TENSORS), torch.load(path / "optimizer.pt", weights_only=True), state
 
 
 class Metrics:

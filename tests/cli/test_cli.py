@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arvideo_rl.cli.main import COMMANDS
+from arvideo_rl.cli.main import COMMANDS, main
 from arvideo_rl.media import read_video
 
 ROOT = Path(__file__).parents[2]
@@ -27,18 +27,27 @@ def arvideo(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
-def test_help_names_every_command_and_every_command_has_help():
+def in_process(capsys, *args: str) -> subprocess.CompletedProcess:
+    """The same without a new interpreter, whose start is most of the time."""
+    with pytest.raises(SystemExit) as end:
+        main(list(args))
+    out, err = capsys.readouterr()
+    return subprocess.CompletedProcess(args, end.value.code or 0, out, err)
+
+
+def test_help_names_every_command_and_every_command_has_help(capsys):
     shown = arvideo("--help")
     assert shown.returncode == 0 and all(name in shown.stdout for name in COMMANDS)
     for name in COMMANDS:
-        done = arvideo(name, "--help")
+        done = in_process(capsys, name, "--help")
         assert done.returncode == 0 and done.stdout.startswith(f"arvideo {name}"), done.stderr
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
-def test_every_shipped_yaml_dry_runs(path, tmp_path):
+def test_every_shipped_yaml_dry_runs(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     command = path.relative_to(ROOT / "configs").parts[0]
-    done = arvideo(command, str(path), "--dry-run", cwd=tmp_path)
+    done = in_process(capsys, command, str(path), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "what follows" in done.stdout
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
@@ -71,9 +80,10 @@ def test_every_shipped_yaml_dry_runs(path, tmp_path):
         (("rewards",), 2, "rewards list"),
     ],
 )
-def test_mistakes_end_in_one_line_and_the_right_code(args, code, says, tmp_path):
+def test_mistakes_end_in_one_line_and_the_right_code(args, code, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("not a video")
-    done = arvideo(*args, cwd=tmp_path)
+    done = in_process(capsys, *args)
     assert done.returncode == code, done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 1

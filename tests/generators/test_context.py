@@ -44,6 +44,7 @@ def past_of(model, window, randn, chunks=4, batch=1):
         (Window(3, 6, 1), (0, 13, 14)),
         (Window(3, 9, 4), (0, 1, 2, 3, 13, 14)),
         (Window(1, 4, 1), (0, 3, 4)),
+        (Window(3, 5, 1), (0, 14)),
     ],
     ids=str,
 )
@@ -121,11 +122,23 @@ def test_committing_on_one_fork_leaves_the_other_as_it_was(tiny, randn):
     assert not torch.allclose(*outputs) and not torch.allclose(outputs[0], before)
 
 
-@torch.no_grad()
 def test_a_fork_shares_the_memory_of_what_it_keeps():
-    context = held_after(Window(3, 12, 3), 2)
-    fork = Window(3, 12, 3).commit(context, marked(6, 9))
-    assert fork.spans[0].keys[0].data_ptr() == context.spans[0].keys[0].data_ptr()
+    window = Window(3, 12, 3)
+    context = held_after(window, 5)
+    fork = window.commit(context, marked(15, 18))
+    kept = [(a, b) for a in context.spans for b in fork.spans if a.start == b.start]
+    assert len(kept) == 2
+    assert all(a.keys[0].data_ptr() == b.keys[0].data_ptr() for a, b in kept)
+
+
+def test_a_sink_and_the_newest_frame_of_one_span_stay_in_order():
+    assert held_after(Window(3, 5, 1), 1).held() == (0, 2)
+
+
+def test_keys_are_rotated_once_for_all_steps_of_a_chunk():
+    context, calls = held_after(Window(3, 9, 3), 3), []
+    views = [context.condition(torch.zeros(1), None).view(lambda k, at: calls.append(at) or k) for _ in range(4)]
+    assert len(calls) == 2 and views[0] is views[3]  # once a layer
 
 
 @pytest.mark.parametrize("chunks", [0, 3])

@@ -1,7 +1,5 @@
 """Pictures: range, anti-aliasing, and what an action does to them in pixels."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -76,11 +74,3 @@ def test_moving_changes_the_size_of_objects_as_their_distance_does(action, sign,
 def test_staying_with_a_resting_object_is_a_still(find):
     x = render(find("stay", "rest"))
     assert torch.equal(x[:, 1:], x[:, :-1])
-
-
-def test_a_rolling_balls_quarters_turn_with_its_spin(find):
-    scenes = find("stay", "right", "ball", count=1)
-    still = scenes.spin[:, :1].expand_as(scenes.spin).clone()
-    rolling, sliding = render(scenes), render(replace(scenes, spin=still))
-    assert torch.equal(rolling[:, 0], sliding[:, 0])
-    assert (rolling[:, -1] - sliding[:, -1]).abs().amax(1)[truth(scenes).masks[:, -1, 0]].mean() > 0.05

@@ -147,6 +147,16 @@ def test_a_rolling_ball_stands_still_where_it_touches_the_ground_and_is_twice_as
         torch.testing.assert_close(t.scene_flow[b, 0][mask][:, 0], travel * (1 - below), rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("motion", ["left", "right"])
+def test_the_quarters_painted_on_a_ball_turn_with_its_scene_flow(motion, find, pixel_grid):
+    scenes = find("stay", motion, "ball", count=2, frames=2)
+    t, pixels = truth(scenes, 2 * SIZE), render(scenes, 2 * SIZE, supersample=1)
+    at, _ = project(t, 1, points(t, 0, pixel_grid(2 * SIZE)) + t.scene_flow[:, 0])
+    before, after = pixels[:, 0].mean(1), sample(pixels[:, 1], at).mean(1)
+    inside = t.masks[:, 0, 0] & (sample(t.masks[:, 1, :1].float(), at)[:, 0] > 0.99)
+    assert ((after / before - 1).abs() > 0.25)[inside].float().mean() < 0.06  # all but the seams; 0.3 if it did not turn
+
+
 def test_a_bouncing_object_moves_straight_up_or_down(find):
     t = truth(find("stay", "bounce"), SIZE)
     flow = t.scene_flow[t.masks[:, :-1, 0]]
