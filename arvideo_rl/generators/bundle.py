@@ -36,7 +36,7 @@ class Streaming:
     sink: int = 3  # pinned oldest frames
     positions: str = "adjacent"  # where the sinks are read: adjacent or absolute
     steps: tuple[float, ...] = (1000, 750, 500, 250)  # nominal denoising steps of 1000
-    shift: float = 1.0  # warps the steps into noise levels
+    shift: float = 2.0  # warps the steps into noise levels
     fps: float = 8.0  # pixel frames a second
     size: int = 32  # pixels, square
     trained_frames: int = 18  # longest clip seen in training
