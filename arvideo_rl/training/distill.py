@@ -52,21 +52,21 @@ class DistillConfig:
 
     out: str = "runs/tiny"  # where checkpoints, curves and the finished generator go
     seed: int = 0
-    steps: int = 3000
+    steps: int = 2600
     clips: int = 8192  # rendered once and cached
-    batch: int = 4  # clips per step
+    batch: int = 3  # clips per step
     levels: int = 2  # noise levels per chunk, stratified
-    muon_lr: float = 5e-3  # hidden matrices
-    adam_lr: float = 1e-3  # everything else
+    muon_lr: float = 4e-3  # hidden matrices
+    adam_lr: float = 2e-3  # everything else
     warmup: int = 50
     decay: float = 0.35  # the last share of the steps, in which the rates fall linearly to zero
     ema: float = 0.995
-    train_shift: float = 1.5  # warps uniform noise levels; 1 = uniform
-    pure_noise: float = 0.15  # share of rows at exactly t = 1, where the few-step sampler starts
-    floor: float = 0.25  # of t in the loss weight
+    train_shift: float = 4.0  # warps uniform noise levels towards 1, where motion is decided; 1 = uniform
+    pure_noise: float = 0.2  # share of rows at exactly t = 1, where the few-step sampler starts
+    floor: float = 0.5  # of t in the loss weight
     history_noise: float = 0.08  # at most this much noise is mixed into refreshed chunks
     own_history: float = 0.5  # share of clips whose history is the network's own prediction
-    own_history_from: float = 0.3  # share of the steps after which that begins
+    own_history_from: float = 0.7  # share of the steps after which that begins
     drop_actions: float = 0.15  # share of clips trained with no actions, so that captions alone can steer
     save_every: int = 100
     network: Network = field(default_factory=Network)
