@@ -37,6 +37,7 @@ class NFT:
     kl_space: str = "v"  # v: mean (v - v_start)^2; x0: mean (x0 - x0_start)^2 = t^2 times that
     levels_per_chunk: int = 2  # drawn without repetition for every chunk from the sampler's levels
     train_levels: int | None = None  # train only the first, noisiest so many of the sampler's levels; None = all
+    from_chunk: int = 0  # chunks before this one get no policy term, only the KL: they decide what the video shows
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
     exploration = "independent"  # branches differ in all their noise
@@ -53,6 +54,8 @@ class NFT:
             raise ValueError("objective needs beta > 0, adv_clip > 0, kl_weight >= 0 and levels_per_chunk >= 1")
         if self.train_levels is not None and self.train_levels < 1:
             raise ValueError(f"objective train_levels={self.train_levels}: use 1 or more, or null for all")
+        if self.from_chunk < 0:
+            raise ValueError(f"objective from_chunk={self.from_chunk}: use 0 or more")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -93,6 +96,8 @@ class NFT:
             clean, a = x0.repeat(m, 1, 1, 1, 1), adv[:, k].repeat(m)
             policy = policy_loss(cur.x0, old, clean, a, self.beta, self.adv_clip, self.weighting)
             kl = kl_loss(cur, ref, self.kl_space) if ref is not None else torch.zeros_like(policy)
+            if k < self.from_chunk:
+                policy = policy * 0
             loss = (policy + self.kl_weight * kl).mean() / chunks
             yield loss, self._metrics(policy, kl, cur.x0, old, a, t, levels)
 

@@ -92,10 +92,22 @@ def measure(
         features.append(judge.features(clips.frames))
         pixels.append((clips.frames * 255).round().to(torch.uint8))
     shape = (len(prompts), size.noises)
+    found |= {"variety": [variety(torch.cat(pixels).unflatten(0, shape)).flatten()]} if size.noises > 1 else {}
     return Measured(
         {k: torch.cat(v).reshape(shape) for k, v in found.items()},
         torch.cat(features).unflatten(0, shape), torch.cat(pixels).unflatten(0, shape),
     )  # fmt: skip
+
+
+def variety(pixels: Tensor) -> Tensor:
+    """How different a prompt's videos under different noise are [P, N], from pixels [P, N, T, 3, H, W] uint8: mean
+    distance of a clip's sky and ground colours to those of the prompt's other clips, times 100. A policy that settles
+    on one look loses it, which no measure of single clips can see."""
+    quarter = pixels.shape[-2] // 4
+    rows = (pixels[..., :quarter, :], pixels[..., -quarter:, :])  # top and bottom of the frame
+    colours = torch.cat([x.float().mean((2, 4, 5)) for x in rows], -1) / 255  # [P, N, 6]
+    apart = torch.cdist(colours, colours)  # [P, N, N], 0 on the diagonal
+    return 100 * apart.sum(-1) / (pixels.shape[1] - 1)
 
 
 def paired(before: Tensor, after: Tensor) -> dict[str, float]:

@@ -28,6 +28,14 @@ def test_a_prompt_does_not_depend_on_what_is_batched_with_it(encoder):
 
 
 @torch.no_grad()
+def test_padding_is_never_attended_to(encoder):
+    tokens = encoder.tokens(["a red"])
+    before = encoder(tokens)
+    encoder.embedding.weight[0] += 5
+    assert torch.equal(encoder(tokens), before)
+
+
+@torch.no_grad()
 def test_the_order_of_words_matters(encoder):
     a, b = encoder(encoder.tokens(["red ball blue cube", "blue ball red cube"]))
     assert (a[1] - b[1]).abs().max() > 1e-4

@@ -131,7 +131,16 @@ def test_the_weights_and_the_old_prediction_carry_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"weighting": "x"}, {"kl_space": "x"}, {"context_writer": "x"}, {"beta": 0}, {"levels_per_chunk": 0}]
+    "bad",
+    [
+        {"weighting": "x"},
+        {"kl_space": "x"},
+        {"context_writer": "x"},
+        {"beta": 0},
+        {"levels_per_chunk": 0},
+        {"train_levels": 0},
+        {"from_chunk": -1},
+    ],
 )
 def test_bad_options_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -162,6 +162,33 @@ def test_trained_levels_are_the_sampler_s_own_without_repetition(config):
     assert all(len(set(column.tolist())) == 3 for column in t.T)
 
 
+def test_chunks_before_from_chunk_get_only_the_pull_to_the_start(config):
+    for weight, expected in ((0.0, False), (1.0, True)):
+        config.objective.args = {"from_chunk": 1, "kl_weight": weight}
+        run = Run(copy.deepcopy(config), Accelerator())
+        with torch.no_grad():  # away from the start, or the pull would vanish
+            for p in run.policies.parameters().values():
+                p.add_(0.05)
+        record, _ = run._rollouts([0, 1])
+        denoiser = Denoiser(run.policies, run.generator.streaming.attention_window(), record.script)
+        steps = run.objective.losses(
+            run.policies, denoiser, record, torch.randn(len(record), 2), run.generator.streaming.levels
+        )
+        grads = []
+        for loss, _ in steps:
+            run.optimizer.zero_grad()
+            loss.backward()
+            grads.append(max(p.grad.abs().max().item() for p in run.policies.parameters().values()))
+        assert (grads[0] > 0) is expected and grads[1] > 0
+
+
+def test_train_levels_keeps_the_noisiest(config):
+    config.objective.args = {"train_levels": 2, "levels_per_chunk": 4}
+    metrics = Run(config, Accelerator()).step()
+    levels = {k for k in metrics if k.startswith("train/loss_at/")}
+    assert levels == {"train/loss_at/t1.000", "train/loss_at/t0.857"}
+
+
 def test_a_branch_replays_alone(config):
     run = Run(config, Accelerator())
     record, prompts = run._rollouts([0, 1])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from arvideo_rl.training.compare import HeldOut, Measured, compare, paired, paired_frechet
+from arvideo_rl.training.compare import HeldOut, Measured, compare, paired, paired_frechet, variety
 from rewards.inverse_dynamics import InverseDynamics
 
 
@@ -62,6 +62,15 @@ def test_a_larger_frechet_distance_is_worse():
     before, after = measured(1), measured(1, spread=3.0)
     [row] = [v for v in compare(before, after, {"actions": 1.0}, HeldOut())["verifiers"] if v["name"] == "frechet"]
     assert row["better"] == "lower" and row["delta"] > 0 and not row["ok"]
+
+
+def test_variety_is_the_distance_between_a_prompt_s_videos():
+    pixels = torch.zeros(2, 3, 4, 3, 8, 8, dtype=torch.uint8)
+    pixels[1, 0, :, 0, :2] = 255  # one clip of the second prompt has a red sky
+    found = variety(pixels)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, 0.0], [100.0, 50.0, 50.0]]))
+    pixels[1] = 255
+    assert variety(pixels)[1].max() == 0, "one look for all is no variety, however bright"
 
 
 def test_the_frechet_error_is_paired():

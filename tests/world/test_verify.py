@@ -59,6 +59,11 @@ def test_an_opposite_caption_is_wrong(real, measure, travelling):
     assert measure("direction_correct", captions=wrong, rows=travelling) < 0.1
 
 
+def test_a_travelling_object_is_not_said_to_rest(real, measure, travelling):
+    wrong = [" and ".join(f"a {o.colour} {o.shape} rests" for o in parse_caption(c)) for c in real[1]]
+    assert measure("direction_correct", captions=wrong, rows=travelling) < 0.1
+
+
 def test_a_whole_frame_of_the_colour_scores_0(measure, real):
     red = torch.tensor(COLOURS["red"]).view(3, 1, 1).expand_as(real[0])
     captions = ["a red ball rests"] * len(real[1])
