@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import find, load
+from arvideo_rl.progress import console
 
 
 def help_text() -> str:
@@ -52,4 +52,4 @@ def show(config: object, sizes: dict[str, str]) -> None:
     table = Table(show_header=False, title="what follows", title_justify="left")
     for name, value in sizes.items():
         table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    console().print(table)

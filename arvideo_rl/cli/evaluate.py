@@ -43,8 +43,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         raise UsageError(f"evaluate takes only key=value, not {words[0]!r}; e.g. generator={words[0]}")
     config = load(EvaluateConfig, None, items)
     import torch
-    from rich.console import Console
 
+    from arvideo_rl.progress import console
     from arvideo_rl.training.aligned import load_any
     from arvideo_rl.training.compare import compare, measure
     from arvideo_rl.training.launch import quiet
@@ -71,7 +71,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         found = [measure(g, m, prompts, rewards, size, f"measuring {s}") for (g, m, _), s in zip(loaded, sources)]
     if config.against:
         result = compare(found[0], found[1], {name: 1.0}, size)
-        Console().print(table(result, f"{config.generator} against {config.against}"))
+        console().print(table(result, f"{config.generator} against {config.against}"))
         print(sentence(result))
     else:
         result = {}

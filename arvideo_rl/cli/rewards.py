@@ -25,9 +25,9 @@ keys of train-idm and defaults
 def run(words: list[str], items: list[str], flags: set[str]) -> int:
     """Dispatch."""
     if words == ["list"] and not items:
-        from rich.console import Console
         from rich.table import Table
 
+        from arvideo_rl.progress import console
         from rewards import registry
 
         table = Table("reward", "needs", "range", "licence", "maximised wrongly by")
@@ -35,7 +35,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
             r = registry.build(name)
             low, high = r.value_range
             table.add_row(name, ", ".join(sorted(r.needs)), f"{low:.3g} .. {high:.3g}", r.licence, r.hacked_by)
-        Console(soft_wrap=True).print(table)
+        console().print(table)
         return 0
     if words == ["train-idm"]:
         from arvideo_rl.training import idm

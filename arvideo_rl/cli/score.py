@@ -47,11 +47,10 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     config = load(ScoreConfig, None, items)
     if config.out and Path(config.out).suffix != ".csv":
         raise UsageError(f"out={config.out}: rows are written as .csv")
-    from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    from arvideo_rl.progress import hidden
+    from arvideo_rl.progress import console, hidden
     from rewards import registry
 
     reward = registry.build(config.reward, **config.args)
@@ -64,7 +63,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     table = Table("file", "value", *names, "reason")
     for r in rows:
         table.add_row(r["file"], *(f"{r[k]:.4f}" if k in r else "" for k in ("value", *names)), r.get("reason", ""))
-    Console(soft_wrap=True).print(table)
+    console().print(table)
     good = [r["value"] for r in rows if "value" in r]
     if len(rows) > 1 and good:
         print(f"mean {sum(good) / len(good):.4f} over {len(good)} of {len(rows)} files")

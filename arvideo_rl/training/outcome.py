@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from arvideo_rl import media
+from arvideo_rl.progress import console
 from arvideo_rl.training import rundir
 from arvideo_rl.training.compare import Measured
 from arvideo_rl.training.prompts import Prompts
@@ -91,10 +91,10 @@ def finish(
     """Write summary.json and the videos, print the table and the sentence."""
     rundir.write_json(folder / "summary.json", {**facts, **result, "sentence": sentence(result)})
     shown = videos(folder / "videos", before, after, prompts, fps)
-    console = Console()
-    console.print(table(result, f"held-out comparison of {folder}"))
-    console.print(sentence(result), soft_wrap=True)
-    console.print(f"summary: {folder / 'summary.json'}   videos: {shown[0]}", soft_wrap=True)
+    out = console()
+    out.print(table(result, f"held-out comparison of {folder}"))
+    out.print(sentence(result), soft_wrap=True)
+    out.print(f"summary: {folder / 'summary.json'}   videos: {shown[0]}", soft_wrap=True)
 
 
 assert set(ARROWS) == set(range(len(ACTIONS)))
