@@ -7,6 +7,7 @@ Unknown keys are errors that name the nearest known one. Values are taken litera
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
@@ -22,6 +23,15 @@ T = TypeVar("T")
 
 class ConfigError(ValueError):
     """A configuration a user must change; the message is one line."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-4 is a number (YAML 1.1 wants 1.0e-4 and reads the rest as text)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def presets() -> Path:
@@ -41,11 +51,11 @@ def find(source: str) -> Path:
     raise ConfigError(f"no configuration at {source!r}; give a YAML file or a preset: {', '.join(known)}")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """One YAML file with its bases merged underneath, as plain data."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        data = yaml.safe_load(text) or {}
+        data = yaml.load(text, _Loader) or {}
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
@@ -53,10 +63,10 @@ def read(path: Path) -> dict[str, Any]:
     base = data.pop("base", None)
     if base is None:
         return data
-    below = path.parent / base
-    if not below.is_file():
-        raise ConfigError(f"{path}: base {base!r} is not a file next to it")
-    return _merge(read(below), data)
+    below = path.parent / str(base)
+    if not below.is_file() or below.resolve() in (*seen, path.resolve()):
+        raise ConfigError(f"{path}: base {base!r} is not another file next to it")
+    return _merge(read(below, (*seen, path.resolve())), data)
 
 
 def _merge(low: dict, high: dict) -> dict:
@@ -80,7 +90,7 @@ def load(schema: type[T], source: str | None, overrides: list[str]) -> T:
             if not isinstance(here, dict):
                 raise ConfigError(f"override {item!r}: {name} holds a value, not keys")
         here[last] = _value(value, _hint(schema, [*parents, last]))
-    _check(schema, data, "")
+    check_keys(schema, data, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), _literal(data))
         return typing.cast(T, OmegaConf.to_object(merged))
@@ -98,7 +108,7 @@ def _value(text: str, hint: Any) -> Any:
     if hint is str or not text:
         return text
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError:
         return text
 
@@ -125,7 +135,7 @@ def _literal(data: Any) -> Any:
     return data.replace("${", "\\${") if isinstance(data, str) else data
 
 
-def _check(schema: type, data: dict, where: str) -> None:
+def check_keys(schema: type, data: dict, where: str) -> None:
     """Refuse unknown keys at any depth, naming the nearest known one."""
     hints = typing.get_type_hints(schema)
     for key, value in data.items():
@@ -141,7 +151,7 @@ def _check(schema: type, data: dict, where: str) -> None:
                 path = f"{where}{key}." + (f"{name}." if name is not None else "")
                 if not isinstance(item, dict):
                     raise ConfigError(f"{path[:-1]} must hold keys, e.g. {', '.join(f.name for f in fields(kind))}")
-                _check(kind, item, path)
+                check_keys(kind, item, path)
 
 
 def _is_mapping(hint: Any) -> bool:

@@ -61,7 +61,8 @@ def stream(
     context can always be continued.
     """
     context = denoiser.start() if context is None else context
-    for index, (start, stop) in enumerate(chunks):
+    for start, stop in chunks:
+        index = start // (stop - start)  # a continued stream must not draw the first chunks' noise again
         context = denoiser.enter(context)
         x = draw(index, 0, "init")
         for step, t in enumerate(levels):

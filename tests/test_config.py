@@ -88,3 +88,15 @@ def test_missing_base_is_named(tmp_path):
 def test_presets_are_found_by_name_and_by_path():
     assert find("align/tiny_nft") == presets() / "align" / "tiny_nft.yaml"
     assert find("configs/align/tiny_nft.yaml").name == "tiny_nft.yaml"
+
+
+def test_numbers_as_people_write_them():
+    """YAML 1.1 reads 1e-4 as text; here it is a number, in files and in overrides."""
+    assert load(Schema, None, ["rate=1e-4", "parts.a.args.k=2e-3"]).parts["a"].args["k"] == 2e-3
+    assert load(Schema, None, ["rate=1e-4"]).rate == 1e-4
+
+
+def test_a_circle_of_bases_is_refused(tmp_path):
+    write(tmp_path, "b.yaml", "base: a.yaml")
+    with pytest.raises(ConfigError, match="base"):
+        load(Schema, write(tmp_path, "a.yaml", "base: b.yaml"), [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
@@ -20,6 +21,7 @@ class EvaluateConfig:
     against: str = ""  # measure this one too, as "before"
     style: str = "joystick"  # actions of the held-out prompts: joystick or smooth
     reward: str = "inverse_dynamics"
+    args: dict[str, Any] = field(default_factory=lambda: {"score": "expected_accuracy"})  # arguments of the reward
     out: str = ""  # also write the numbers here, as .json
     held_out: HeldOut = field(default_factory=HeldOut)
 
@@ -49,7 +51,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     from arvideo_rl.training.compare import compare, measure
     from arvideo_rl.training.launch import quiet
     from arvideo_rl.training.outcome import sentence, table
-    from arvideo_rl.training.prompts import HELD_OUT_SEED, world_prompts
+    from arvideo_rl.training.prompts import held_out_prompts
     from arvideo_rl.training.rundir import write_json
     from arvideo_rl.world.verify import frechet
     from rewards import registry
@@ -57,9 +59,11 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
 
     quiet()
     size = config.held_out
+    if size.prompts < 4 or size.noises < 1 or size.frames < 3 or size.batch < 1 or size.skip < 0:
+        raise UsageError("held_out needs prompts of 4 or more, noises and batch of 1 or more, frames of 3 or more")
     name = config.reward
-    rewards = {name: (registry.build(name), 1.0)}
-    prompts = world_prompts(HELD_OUT_SEED, size.prompts, size.frames + 3, config.style)
+    rewards = {name: (registry.build(name, **config.args), 1.0)}
+    prompts = held_out_prompts(size.prompts, size.frames, config.style, size.skip)
     sources = [s for s in (config.against, config.generator) if s]
     loaded = [load_any(s) for s in sources]
     for _, _, text in loaded:

@@ -20,7 +20,7 @@ class GenerateConfig:
     prompts: str = ""  # .txt with a prompt a line, or .jsonl with {"prompt", "actions"} a line
     actions: str = ""  # for prompt=, e.g. 'turn left*6, forward*9'; frame 0 has none
     switch: str = ""  # 'FRAME: new prompt'; several separated by ';'
-    frames: int | None = None  # how many frames; or give seconds=
+    frames: int | None = None  # default: what the actions need, at least 18; or give seconds=
     seconds: float | None = None  # how long, at the generator's frame rate
     seed: int = 0
     out: str = "video.mp4"  # .mp4, .gif or .png (contact sheet); with several prompts a folder
@@ -63,7 +63,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     from arvideo_rl.progress import hidden
     from arvideo_rl.training.aligned import load_any
     from arvideo_rl.training.launch import quiet
-    from arvideo_rl.training.prompts import Prompts, parse_actions, read_prompts
+    from arvideo_rl.training.prompts import Prompts, list_actions, parse_actions, read_prompts
     from arvideo_rl.training.rundir import write_json
     from samplers.randomness import Key
     from samplers.stream import draw_from, stream
@@ -71,7 +71,10 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     quiet()
     generator, model, loaded = load_any(config.generator)
     streaming = generator.streaming
-    frames = length(config, streaming.fps, streaming.trained_frames)
+    commands = len(list_actions(config.actions))
+    frames = length(config, streaming.fps, max(streaming.trained_frames, commands + 1))
+    if commands >= frames:
+        raise UsageError(f"{commands} actions drive {commands} changes, but {frames} frames have {frames - 1}")
     if config.prompt:
         prompts = Prompts((config.prompt,), torch.tensor([parse_actions(config.actions, frames)]), (0,))
     else:
@@ -79,6 +82,11 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
             raise UsageError("actions= goes with prompt=; in a prompts file each line has its own (.jsonl)")
         prompts = read_prompts(Path(config.prompts), frames)
     switches = parse_switches(config.switch, streaming.chunk)
+    for at, _ in switches:
+        if at >= frames:
+            raise UsageError(f"switch at frame {at}: the video has {frames} frames; raise frames= or seconds=")
+    if config.scale < 1:
+        raise UsageError(f"scale={config.scale}: use 1 or more")
     targets = outputs(config, len(prompts))
     for text in prompts.texts:
         generator.script([text])  # refuse unknown words before anything is generated
@@ -102,13 +110,13 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
             script = generator.script(
                 list(one.texts), one.actions if takes_actions else None, tuple((f, [p]) for f, p in switches)
             )
-            draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape)
+            draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape, generator.transformer.device)
             parts = []
             for chunk in stream(Denoiser(model, window, script), chunks, streaming.levels, draw, frames=frames):
                 parts.append(generator.codec.decode(chunk.latents)[0])
                 bar.advance(task)
             media.write_video(path, torch.cat(parts), streaming.fps, scale=config.scale)
-            made = {"prompt": one.texts[0], "actions": one.actions[0, :frames].tolist(), "switch": switches,
+            made = {"prompt": one.texts[0], "actions": one.actions[0, 1:frames].tolist(), "switch": switches,
                     "fps": streaming.fps, "seed": config.seed, "index": i, "generator": config.generator}  # fmt: skip
             write_json(path.with_name(path.name + ".json"), made)
     print("\n".join(f"wrote {path}" for path in targets))
@@ -121,6 +129,8 @@ def length(config: GenerateConfig, fps: float, default: int) -> int:
         raise UsageError("give frames= or seconds=, not both")
     frames = config.frames if config.frames is not None else default
     if config.seconds is not None:
+        if not 0 < config.seconds < 1e6:
+            raise UsageError(f"seconds={config.seconds}: use a number above 0")
         frames = math.ceil(config.seconds * fps)
     if frames < 1:
         raise UsageError(f"{frames} frames is nothing to generate; use 1 or more")

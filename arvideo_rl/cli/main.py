@@ -65,14 +65,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except UsageError as error:
         _fail(f"{error}", 2)
     except KeyboardInterrupt:
-        _fail("interrupted; the same command continues from the last checkpoint", 130)
+        _fail("interrupted; align and distill continue from their last checkpoint when started again", 130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+    except Exception as error:
         if "--debug" in args:
             raise
-        _fail(" ".join(str(error).split()) or type(error).__name__, 1)
+        message = " ".join(str(error).split())
+        if not isinstance(error, (ValueError, OSError, FloatingPointError)):  # not meant for a user: say so
+            message = f"{type(error).__name__}: {message} (--debug shows where; this may be a fault of arvideo)"
+        _fail(message or type(error).__name__, 1)
 
 
 def _run(args: list[str]) -> int:

@@ -133,11 +133,17 @@ class Policies:
             odd = sorted(set(mine) ^ set(state))[:3]
             raise ValueError(f"checkpoint does not fit this policy; differing names: {', '.join(odd)} ...")
         for key, p in mine.items():
+            if p.shape != state[key].shape:
+                raise ValueError(f"checkpoint does not fit: {key} is {tuple(state[key].shape)}, not {tuple(p.shape)}")
+        for key, p in mine.items():
             p.copy_(state[key])
         self.old_is_current = old_is_current
 
 
 def _block_linears(transformer: nn.Module, suffixes: tuple[str, ...]) -> list[str]:
+    for suffix in suffixes:
+        if suffix not in LINEARS:
+            raise ValueError(f"policy target {suffix!r} is not a linear of the blocks; known: {', '.join(LINEARS)}")
     names = [
         k for k, m in transformer.named_modules()
         if k.startswith("blocks.") and isinstance(m, nn.Linear) and k.endswith(tuple(suffixes))

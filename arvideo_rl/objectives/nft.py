@@ -96,14 +96,14 @@ class NFT:
             clean, a = x0.repeat(m, 1, 1, 1, 1), adv[:, k].repeat(m)
             policy = policy_loss(cur.x0, old, clean, a, self.beta, self.adv_clip, self.weighting)
             kl = kl_loss(cur, ref, self.kl_space) if ref is not None else torch.zeros_like(policy)
-            if k < self.from_chunk:
-                policy = policy * 0
-            loss = (policy + self.kl_weight * kl).mean() / chunks
-            yield loss, self._metrics(policy, kl, cur.x0, old, a, t, levels)
+            trained = k >= self.from_chunk
+            loss = (self.kl_weight * kl + (policy if trained else 0 * policy)).mean() / chunks
+            metrics = {"kl": kl.mean().item()}
+            yield loss, metrics | (self._metrics(policy, cur.x0, old, a, t, levels) if trained else {})
 
-    def _metrics(self, policy, kl, cur, old, a, t, levels) -> dict[str, float]:
+    def _metrics(self, policy, cur, old, a, t, levels) -> dict[str, float]:
         drift = (cur.detach() - old).square().mean((1, 2, 3, 4))
-        out = {"policy_loss": policy.mean().item(), "kl": kl.mean().item(), "x0_moved": drift.mean().item()}
+        out = {"policy_loss": policy.mean().item(), "x0_moved": drift.mean().item()}
         out["mean_signal"] = (a.clamp(-self.adv_clip, self.adv_clip) / self.adv_clip).mean().item()
         for level in levels:
             at = (t.flatten() - level).abs() < 1e-6

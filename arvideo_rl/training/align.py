@@ -36,7 +36,7 @@ class Run:
         self.generator = Generator.load(config.generator).to(accelerator.device)
         check(config, self.generator.streaming.chunk, accelerator.num_processes)
         self.rewards = build_rewards(config.rewards)
-        self.objective = build_objective(config.objective)
+        self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         self.prompts = training_prompts(config.prompts, config.frames)
         prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
         self.policies = Policies(self.generator.transformer, config.policy, config.seed)
@@ -61,8 +61,11 @@ class Run:
         self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
         actions = prompts.actions[:, : clips.frames.shape[1]]
         for name, verify in VERIFIERS.items():
-            value = verify(clips.frames, list(prompts.texts), actions).mean().to(accelerator.device)
-            metrics[f"verifier/{name}"] = accelerator.reduce(value, "mean").item()
+            value = verify(clips.frames, list(prompts.texts), actions)  # NaN where the prompt is not the world's
+            both = torch.stack([value.nansum(), (~value.isnan()).sum().float()]).to(accelerator.device)
+            total, count = accelerator.reduce(both, "sum").tolist()
+            if count:
+                metrics[f"verifier/{name}"] = total / count
         self.seconds += time.time() - begun
         metrics |= {"seconds/rollout": rolled - begun, "seconds/reward": scored - rolled,
                     "seconds/update": time.time() - scored}  # fmt: skip
@@ -97,6 +100,11 @@ class Run:
         total, weights, metrics = None, 0.0, {}
         for name, (_, weight) in self.rewards.items():
             value = accelerator.gather(values[name].to(accelerator.device)).cpu()
+            if value.isnan().all():
+                raise ValueError(
+                    f"reward {name!r} could score none of {len(value)} branches at iteration {self.iteration}; "
+                    f"it needs {', '.join(sorted(self.rewards[name][0].needs)) or 'nothing'}: do the prompts give that?"
+                )
             fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             metrics[f"reward/{name}"] = value.nanmean().item()
             metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
@@ -127,7 +135,7 @@ class Run:
                 self.policies, denoiser, part, adv[i : i + len(part)], streaming.levels
             ):
                 self.policies.check_backward()
-                accelerator.backward(loss * len(part) / whole)
+                (loss * len(part) / whole).backward()
                 for k, v in metrics.items():
                     seen.setdefault(k, []).append(v)
         _sum_gradients(parameters, accelerator)

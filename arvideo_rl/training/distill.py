@@ -29,7 +29,7 @@ from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
-from arvideo_rl.world.dataset import Clips, load_clips
+from arvideo_rl.world.dataset import SIZE, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS, WORDS
 from samplers.kernels import forward
 from samplers.schedule import shift_level
@@ -71,6 +71,23 @@ class DistillConfig:
     save_every: int = 100
     network: Network = field(default_factory=Network)
     streaming: Streaming = field(default_factory=Streaming)
+
+
+FREE_ON_RESUME = ("out", "save_every")  # steps is not free: the rates fall towards its end
+
+
+def check(config: DistillConfig) -> None:
+    """Refuse what cannot be trained, in one line."""
+    for key in ("steps", "clips", "batch", "levels", "warmup", "save_every"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"{key}={getattr(config, key)}: use 1 or more")
+    if config.streaming.size != SIZE:
+        raise ValueError(f"streaming.size={config.streaming.size}: the world is rendered at {SIZE}")
+    if config.network.dim < 32 or config.network.dim % 32:
+        raise ValueError(f"network.dim={config.network.dim}: heads are 32 wide, use a multiple of 32")
+    if any(p < 1 or SIZE % p for p in config.network.patch):
+        raise ValueError(f"network.patch={list(config.network.patch)}: both must divide {SIZE}")
+    config.streaming.attention_window()  # refuses a window below sink + chunk
 
 
 def build(config: DistillConfig) -> Generator:
@@ -165,7 +182,7 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
     average = {k: p.detach().clone() for k, p in parameters.items()}
     opts = optimizers(generator, config)
     first = _resume(folder, parameters, average, opts)
-    log = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+    log = rundir.rows(folder / "metrics.jsonl", "step", first)
     begun = time.time()
     for step in track(range(first, config.steps), "training", disable=not progress or hidden()):
         rows = np.random.default_rng((config.seed, step)).integers(0, len(clips.captions), config.batch)
@@ -213,9 +230,11 @@ def _resume(folder: Path, parameters: dict, average: dict, opts: list) -> int:
 
 def run(config: DistillConfig, progress: bool = True) -> Path:
     """Train and write the generator to ``<out>/generator``; returns that folder."""
+    check(config)
     folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    rundir.look(folder, "distill", asdict(config), FREE_ON_RESUME)
+    rundir.claim(folder, "distill", asdict(config), FREE_ON_RESUME)
+    rundir.start(folder, None, asdict(config))
     clips = load_clips(0, config.clips, frames=config.streaming.trained_frames, progress=progress)
     generator = build(config)
     train(generator, clips, config, folder, progress)
@@ -225,6 +244,7 @@ def run(config: DistillConfig, progress: bool = True) -> Path:
 
 def plan(config: DistillConfig) -> dict[str, str]:
     """Sizes that follow from the configuration, as text by name (``--dry-run``)."""
+    check(config)
     generator = build(config)
     count = sum(p.numel() for p in generator.transformer.parameters())
     chunks = len(generator.streaming.attention_window().chunks(config.streaming.trained_frames))

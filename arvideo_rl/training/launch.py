@@ -7,11 +7,10 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import gather_object
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 
@@ -21,24 +20,25 @@ from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.compare import Measured, compare, measure
 from arvideo_rl.training.outcome import finish
-from arvideo_rl.training.prompts import HELD_OUT_SEED, world_prompts
+from arvideo_rl.training.prompts import Prompts, held_out_prompts
 from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, plan
 
 
 def align(config: AlignConfig, given: str | None = None) -> Path:
     """Run ``config`` to its last iteration, from the newest checkpoint if there is one, and compare held out.
     Returns the run directory. ConfigError when the directory belongs to another configuration or is finished."""
-    accelerator = Accelerator()
-    set_seed(config.seed)  # nothing draws from global generators; this only makes a mistake repeatable
+    accelerator = accelerate_on_known_ground()
     folder = Path(config.out) / config.name
     resolved = dataclasses.asdict(config)
-    last = _claim(folder, resolved, config)
-    run = Run(config, accelerator)
+    last = rundir.look(folder, "align", resolved, FREE_ON_RESUME)
+    _refuse_finished(folder, config)
+    run = Run(config, accelerator)  # refuses what cannot run before the directory is touched
     if last is not None:
         run.restore(last)
         accelerator.print(f"continuing {folder} after iteration {run.iteration}")
     main = accelerator.is_main_process
     if main:
+        rundir.claim(folder, "align", resolved, FREE_ON_RESUME)
         rundir.start(folder, given, resolved)
     before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
     accelerator.wait_for_everyone()
@@ -84,43 +84,40 @@ def align(config: AlignConfig, given: str | None = None) -> Path:
     return folder
 
 
+def accelerate_on_known_ground() -> Accelerator:
+    """CUDA where there is one, else the CPU; other accelerators (MPS) lack the float64 that positions and times use."""
+    return Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
+
+
 def dry_run(config: AlignConfig) -> dict[str, str]:
     """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name."""
-    run = Run(config, Accelerator())
+    folder = Path(config.out) / config.name
+    rundir.look(folder, "align", dataclasses.asdict(config), FREE_ON_RESUME)
+    _refuse_finished(folder, config)
+    run = Run(config, accelerate_on_known_ground())
     return plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()))
 
 
-def _claim(folder: Path, resolved: dict[str, Any], config: AlignConfig) -> Path | None:
-    """The checkpoint to continue from, or None for a fresh run; refuses a directory that is another run's."""
-    mine = rundir.identity(resolved, FREE_ON_RESUME)
-    stamp = folder / "identity.json"
-    if stamp.exists():
-        theirs = json.loads(stamp.read_text(encoding="utf-8"))
-        if theirs["identity"] != mine:
-            raise ConfigError(f"{folder} holds a run with another configuration; choose another name= or delete it")
-        done = folder / "summary.json"
-        if done.exists() and json.loads(done.read_text(encoding="utf-8"))["iterations"] >= config.iterations:
-            raise ConfigError(f"{folder} is finished; raise iterations= to continue it, or choose another name=")
-    else:
-        rundir.write_json(stamp, {"identity": mine})
-    found = rundir.checkpoints(folder)
-    return found[-1] if found else None
+def _refuse_finished(folder: Path, config: AlignConfig) -> None:
+    done = folder / "summary.json"
+    if done.exists() and json.loads(done.read_text(encoding="utf-8"))["iterations"] >= config.iterations:
+        raise ConfigError(f"{folder} is finished; raise iterations= to continue it, or choose another name=")
 
 
-def _prompts(config: AlignConfig):
+def _prompts(config: AlignConfig) -> Prompts:
     """Held-out prompts: always the world's, with the style the run trains on."""
     size = config.held_out
-    return world_prompts(HELD_OUT_SEED, size.prompts, max(size.frames, config.frames) + 3, config.prompts.style)
+    return held_out_prompts(size.prompts, size.frames, config.prompts.style, size.skip)
 
 
 def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
-    """Measure the current policy held out, or read what was measured before an interruption."""
+    """Measure held out: with a ``cache`` the start point, once (an interrupted run reads it back), else the trained."""
     if cache is not None and cache.exists():
         return Measured.from_tensors(load_file(cache))
     accelerator, prompts = run.accelerator, _prompts(run.config)
     n, i = accelerator.num_processes, accelerator.process_index
     mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
-    with torch.no_grad(), run.policies.using("current") as model:
+    with torch.no_grad(), run.policies.using("start" if cache else "current") as model:
         found = measure(run.generator, model, mine, run.rewards, run.config.held_out, title)
     found = Measured.join(gather_object([found]) if n > 1 else [found])
     if cache is not None and run.accelerator.is_main_process:

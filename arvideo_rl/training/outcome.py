@@ -51,7 +51,8 @@ def sentence(result: dict[str, Any]) -> str:
     kept = "nothing was sacrificed" if not lost else f"these fell below their margin: {', '.join(lost)}"
     return (
         f"{learned}: {gain['name']} went from {gain['before']:.3f} to {gain['after']:.3f} "
-        f"({gain['delta']:+.3f} +- {gain['se']:.3f}, {gain['n']} held-out prompts); {kept}."
+        f"({gain['delta']:+.3f} +- {gain['se']:.3f}, {gain['n']} held-out prompts, smallest gain they can show "
+        f"{gain['margin']:.3f}); {kept}."
     )
 
 
@@ -89,8 +90,8 @@ def finish(
     fps: float,
 ) -> None:
     """Write summary.json and the videos, print the table and the sentence."""
-    rundir.write_json(folder / "summary.json", {**facts, **result, "sentence": sentence(result)})
     shown = videos(folder / "videos", before, after, prompts, fps)
+    rundir.write_json(folder / "summary.json", {**facts, **result, "sentence": sentence(result)})  # last: marks the end
     out = console()
     out.print(table(result, f"held-out comparison of {folder}"))
     out.print(sentence(result), soft_wrap=True)

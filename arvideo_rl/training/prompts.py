@@ -15,6 +15,7 @@ from arvideo_rl.world.scene import ACTIONS, sample_scenes
 
 TRAIN_SEED = 2_000_000  # beyond every scene that the shipped weights were trained on
 HELD_OUT_SEED = HELD_OUT + 500_000_000
+HELD_OUT_FRAMES = 21
 
 
 @dataclass
@@ -49,6 +50,12 @@ def world_prompts(first_seed: int, count: int, frames: int, style: str) -> Promp
     return Prompts(scenes.captions, scenes.actions, tuple(range(first_seed, first_seed + count)))
 
 
+def held_out_prompts(count: int, frames: int, style: str, skip: int = 0) -> Prompts:
+    """Held-out prompts ``skip`` .. ``skip + count - 1``, the same for every run and command: scenes are drawn for at
+    least HELD_OUT_FRAMES frames whatever a run's own length is."""
+    return world_prompts(HELD_OUT_SEED + skip, count, max(HELD_OUT_FRAMES, frames + 3), style)
+
+
 def training_prompts(config: PromptConfig, frames: int) -> Prompts:
     """What a run is trained on."""
     if config.source == "world":
@@ -56,24 +63,30 @@ def training_prompts(config: PromptConfig, frames: int) -> Prompts:
     return read_prompts(Path(config.source), frames)
 
 
-def parse_actions(value: str | list, frames: int) -> list[int]:
-    """Actions for ``frames`` frames from a list of names or numbers, or text like ``turn left*4, forward*3``; the
-    first frame never has one. Short lists are padded with no action; ValueError names what is not an action."""
+def list_actions(value: str | list) -> list[int]:
+    """Actions as numbers from a list of names or numbers, or a text like ``turn left*4, forward*3``; the first drives
+    the change into frame 1. ValueError names what is not an action."""
+    if not isinstance(value, (str, list)):
+        raise ValueError(f"actions {value!r} must be a list or a text like 'turn left*4, forward*3'")
     items: list = value if isinstance(value, list) else [x for x in value.split(",") if x.strip()]
     out: list[int] = []
     for item in items:
-        name, star, times = str(item).strip().lower().partition("*")
-        name = name.strip()
-        if name.isdigit() and int(name) < len(ACTIONS):
+        name, star, times = (x.strip() for x in str(item).lower().partition("*"))
+        if name.isascii() and name.isdigit() and int(name) < len(ACTIONS):
             index = int(name)
         elif name in ACTIONS:
             index = ACTIONS.index(name)
         else:
             raise ValueError(f"action {name!r} is unknown; choose from: {', '.join(ACTIONS)}")
-        if star and not times.strip().isdigit():
+        if star and not (times.isascii() and times.isdigit() and len(times) < 7):
             raise ValueError(f"action {str(item).strip()!r}: what follows * must be a whole number of frames")
         out += [index] * (int(times) if star else 1)
-    return ([0] + out + [0] * frames)[:frames]
+    return out
+
+
+def parse_actions(value: str | list, frames: int) -> list[int]:
+    """:func:`list_actions` laid over ``frames`` frames: frame 0 has none, short lists are padded, long ones cut."""
+    return ([0] + list_actions(value) + [0] * frames)[:frames]
 
 
 def read_prompts(path: Path, frames: int) -> Prompts:
@@ -97,6 +110,8 @@ def read_prompts(path: Path, frames: int) -> Prompts:
                 prompt, acts = data["prompt"], data.get("actions", [])
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise ValueError(f'{path} line {number} is not a JSON object with a "prompt"') from None
+            if not isinstance(prompt, str):
+                raise ValueError(f"{path} line {number}: prompt {prompt!r} is not text")
         try:
             actions.append(parse_actions(acts, frames))
         except ValueError as error:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import yaml
@@ -69,6 +69,30 @@ def identity(config: dict[str, Any], free: tuple[str, ...]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> Path | None:
+    """The checkpoint a run of this configuration would continue from, or None; changes nothing. ValueError when the
+    folder belongs to another kind of run or another configuration."""
+    stamp = folder / "identity.json"
+    if not stamp.exists():
+        if checkpoints(folder):
+            raise ValueError(f"{folder} holds checkpoints of unknown origin; choose another name= or out=")
+        return None
+    theirs = json.loads(stamp.read_text(encoding="utf-8"))
+    if theirs.get("kind") != kind:
+        raise ValueError(
+            f"{folder} belongs to a run of {theirs.get('kind')!r}, not {kind!r}; choose another name= or out="
+        )
+    if theirs["identity"] != identity(resolved, free):
+        raise ValueError(f"{folder} holds a run with another configuration; choose another name= or out=, or delete it")
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def claim(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> None:
+    """Mark the folder as this run's."""
+    write_json(folder / "identity.json", {"kind": kind, "identity": identity(resolved, free)})
+
+
 def start(folder: Path, given: str | None, resolved: dict[str, Any]) -> None:
     """Write the configuration as given and as resolved, and the environment."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,6 +136,16 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], Any, dict]:
     return load_file(path / TENSORS), torch.load(path / "optimizer.pt", weights_only=True), state
 
 
+def rows(path: Path, key: str, resume_at: int) -> TextIO:
+    """Open a JSON-lines file to append to, without rows whose ``key`` is ``resume_at`` or more (they will come again)
+    and without a torn last line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text(path, "".join(x for x in lines if x.endswith("\n") and json.loads(x)[key] < resume_at))
+    return path.open("a", encoding="utf-8")
+
+
 class Metrics:
     """Appends one JSON object a line to metrics.jsonl and the same numbers to TensorBoard. On resume, lines from the
     resumed iteration on are dropped first, so that no iteration stands twice."""
@@ -119,12 +153,7 @@ class Metrics:
     def __init__(self, folder: Path, resume_at: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        path = folder / "metrics.jsonl"
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [x for x in lines if x.endswith("\n") and json.loads(x)["iteration"] < resume_at]
-            write_text(path, "".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = rows(folder / "metrics.jsonl", "iteration", resume_at)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at)
 
     def write(self, iteration: int, values: dict[str, float]) -> None:

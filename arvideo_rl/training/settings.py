@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from arvideo_rl.config import ConfigError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from arvideo_rl.config import ConfigError, check_keys
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
@@ -67,6 +69,40 @@ def lag_keep(law: str, iteration: int) -> float:
 
 def check(config: AlignConfig, chunk: int, processes: int) -> None:
     """Refuse what cannot run, before anything runs; messages name the nearest values that can."""
+    size = config.held_out
+    counts = {k: getattr(config, k) for k in ("frames", "iterations", "prompts_per_step", "rollout_batch")}
+    counts |= {k: getattr(config, k) for k in ("update_batch", "checkpoint_every")}
+    counts |= {"policy.rank": config.policy.rank, "prompts.count": config.prompts.count}
+    counts |= {f"held_out.{k}": getattr(size, k) for k in ("prompts", "noises", "frames", "batch")}
+    for key, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{key}={count}: use 1 or more")
+    floors = {"seed": config.seed, "weight_decay": config.weight_decay, "held_out.skip": size.skip}
+    floors |= {"held_out.margin": size.margin} | {f"held_out.margins.{k}": v for k, v in size.margins.items()}
+    for key, value in floors.items():
+        if not value >= 0:
+            raise ConfigError(f"{key}={value}: use 0 or more")
+    for key in ("lr", "max_grad_norm"):
+        if not 0 < getattr(config, key) < float("inf"):
+            raise ConfigError(f"{key}={getattr(config, key)}: use a finite number above 0")
+    if config.policy.kind == "lora" and not 0 < config.policy.alpha < float("inf"):
+        raise ConfigError(f"policy.alpha={config.policy.alpha}: use a finite number above 0")
+    if not config.name or "/" in config.name:
+        raise ConfigError(f"name={config.name!r}: give the run a name without slashes")
+    for key, known in (("advantage", FORMS), ("lag", LAGS)):
+        if getattr(config, key) not in known:
+            raise ConfigError(f"{key}={getattr(config, key)}: choose one of {', '.join(known)}")
+    if config.objective.target not in OBJECTIVES:
+        raise ConfigError(f"objective.target={config.objective.target}: choose one of {', '.join(OBJECTIVES)}")
+    if not config.rewards:
+        raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
+    for name, part in config.rewards.items():
+        if not 0 < abs(part.weight) < float("inf"):
+            raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number other than 0")
+        if part.args.get("weights") == "idm_heldout":
+            raise ConfigError(f"rewards.{name}.args.weights=idm_heldout: that model is the judge of every run")
+    if config.group < 2:
+        raise ConfigError(f"group={config.group}: advantages compare branches of one prompt; use 2 or more")
     if config.frames % chunk:
         low = config.frames // chunk * chunk
         raise ConfigError(f"frames={config.frames} is not whole chunks of {chunk}; use {low or chunk} or {low + chunk}")
@@ -78,26 +114,13 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
             f"{config.prompts_per_step} prompts x {config.group} branches do not divide over {processes} processes; "
             f"use prompts_per_step={' or '.join(map(str, near))}"
         )
-    if config.group < 2:
-        raise ConfigError(f"group={config.group}: advantages compare branches of one prompt; use 2 or more")
-    if not config.rewards:
-        raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
-    if config.advantage not in FORMS:
-        raise ConfigError(f"advantage={config.advantage}: choose one of {', '.join(FORMS)}")
-    if config.lag not in LAGS:
-        raise ConfigError(f"lag={config.lag}: choose one of {', '.join(LAGS)}")
-    if config.objective.target not in OBJECTIVES:
-        raise ConfigError(f"objective.target={config.objective.target}: choose one of {', '.join(OBJECTIVES)}")
-    size = config.held_out
-    if size.prompts < 2 or size.prompts * size.noises * (size.frames - 1) <= FEATURES:
-        least = FEATURES // max(1, size.noises * (size.frames - 1)) + 1
+    rows = size.noises * (size.frames - 1)
+    least = max(2, processes, FEATURES // rows + 1 if rows else 0)
+    if size.frames < 2 or size.prompts < least:
         raise ConfigError(
-            f"held_out.prompts={size.prompts} is too few for a Frechet distance in {FEATURES} dimensions; "
-            f"use {max(2, least)} or more at {size.noises} noises x {size.frames} frames"
+            f"held_out of {size.prompts} prompts x {size.noises} noises x {size.frames} frames is too small for a "
+            f"Frechet distance in {FEATURES} dimensions; use frames of 2 or more and {least} prompts or more"
         )
-    for key in ("iterations", "prompts_per_step", "rollout_batch", "update_batch", "checkpoint_every"):
-        if getattr(config, key) < 1:
-            raise ConfigError(f"{key}={getattr(config, key)}: use 1 or more")
 
 
 def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
@@ -105,11 +128,19 @@ def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
     return {name: (registry.build(p.target, **p.args), p.weight) for name, p in parts.items()}
 
 
-def build_objective(part: Part) -> NFT:
-    """The configured objective; its arguments are checked against its signature."""
+def build_objective(part: Part, chunks: int) -> NFT:
+    """The configured objective; names and types of its arguments are checked against its fields."""
     kind = OBJECTIVES[part.target]
-    registry.check_arguments(part.target, inspect.signature(kind), part.args)
-    return kind(**part.args)
+    check_keys(kind, part.args, "objective.args.")
+    try:
+        objective = cast(NFT, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), part.args)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"objective.args.{error.full_key}: {str(error).splitlines()[0]}") from None
+    if objective.from_chunk >= chunks:
+        raise ConfigError(
+            f"objective.args.from_chunk={objective.from_chunk} leaves no chunk to train: a rollout has {chunks}"
+        )
+    return objective
 
 
 def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str, str]:

@@ -85,9 +85,8 @@ def sample_actions(rng: np.random.Generator, frames: int, style: str) -> np.ndar
     trained on. ``joystick``: a new command every two to five frames, as a player would give."""
     out = np.zeros(frames, dtype=np.int64)
     if style == "smooth":
-        cuts = (
-            [] if rng.random() < 0.5 else [int(rng.integers(frames // 3, max(frames // 3 + 1, frames - frames // 3)))]
-        )
+        late = max(frames // 3 + 1, frames - frames // 3)
+        cuts = [] if rng.random() < 0.5 else [max(1, int(rng.integers(frames // 3, late)))]
     elif style == "joystick":
         cuts, at = [], 1 + int(rng.integers(2, 6))
         while at < frames:

@@ -1,7 +1,8 @@
 """Verifiers: what can be measured on any clip of the world without training on it.
 
 They judge a run from outside: none is ever a reward. Each takes pixels [B, T, 3, H, W] in [0, 1] with the clip's
-caption and commanded actions [B, T] and returns one number per clip [B]; higher is better. The Frechet distance is a
+caption and commanded actions [B, T] and returns one number per clip [B], NaN where the caption is not one of the
+world's; higher is better. The Frechet distance is a
 property of a set of clips and lower is better.
 """
 
@@ -33,13 +34,22 @@ def colour_mask(pixels: Tensor, colour: str) -> Tensor:
     return (apart < 26) & (chroma / high.clamp_min(1e-6) > 0.5) & (high > 0.15)
 
 
+def captioned(text: str) -> tuple:
+    """The objects of a caption, or none when the sentence is not one of the world's (a user's own prompt)."""
+    try:
+        return parse_caption(text)
+    except ValueError:
+        return ()
+
+
 def colour_present(pixels: Tensor, captions: list[str], actions: Tensor) -> Tensor:
     """Share of the first six frames in which every captioned colour fills a plausible part of the frame (0.4 % to
     25 %), averaged over objects. Painting the whole frame scores 0."""
     out = []
     for clip, text in zip(pixels[:, :6], captions):
-        areas = [colour_mask(clip, o.colour).float().mean((-1, -2)) for o in parse_caption(text)]
-        out.append(torch.stack([((a > 0.004) & (a < 0.25)).float().mean() for a in areas]).mean())
+        areas = [colour_mask(clip, o.colour).float().mean((-1, -2)) for o in captioned(text)]
+        seen = [((a > 0.004) & (a < 0.25)).float().mean() for a in areas]
+        out.append(torch.stack(seen).mean() if seen else torch.tensor(torch.nan))
     return torch.stack(out)
 
 
@@ -68,11 +78,11 @@ def direction_correct(pixels: Tensor, captions: list[str], actions: Tensor) -> T
     out = []
     for clip, text, act in zip(pixels, captions, actions):
         right = []
-        for o in parse_caption(text):
+        for o in captioned(text):
             speed, _, seen = object_motion(clip, o.colour, act)
             said = {"left": speed < -STILL, "right": speed > STILL}.get(o.motion, abs(speed) <= STILL)
             right.append(float(said and seen >= 3))
-        out.append(sum(right) / len(right))
+        out.append(sum(right) / len(right) if right else float("nan"))
     return torch.tensor(out)
 
 
@@ -102,7 +112,8 @@ def frechet(features: Tensor, mean: Tensor, cov: Tensor) -> float:
     Lower is better; in the squared units of the features. Source of the formula: FID, arXiv 1706.08500."""
     x = features.double()
     if x.shape[0] <= x.shape[1]:
-        raise ValueError(f"a Frechet distance in {x.shape[1]} dimensions needs more than {x.shape[0]} feature vectors")
+        few = f"more than {x.shape[1]} feature vectors, not {x.shape[0]} as here"
+        raise ValueError(f"a Frechet distance in {x.shape[1]} dimensions needs {few}")
     mu, sigma = x.mean(0), torch.cov(x.T)
     root = np.linalg.eigvals((sigma @ cov.double()).numpy())
     cross = np.sqrt(np.clip(root.real, 0, None)).sum()

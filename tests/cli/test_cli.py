@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from arvideo_rl.cli.main import COMMANDS, main
 from arvideo_rl.media import read_video
+from rewards.contract import Clips, score
+from rewards.inverse_dynamics import InverseDynamics
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -73,7 +76,17 @@ def test_every_shipped_yaml_dry_runs(path, tmp_path, capsys, monkeypatch):
         (("generate", "prompt=a red ball rests", "frames=0"), 2, "1 or more"),
         (("generate", "prompt=a red ball rests", "actions=jump"), 1, "turn left"),
         (("generate", "prompt=a red ball rests", "switch=4: a blue cube rests"), 2, "use 3 or 6"),
+        (("generate", "prompt=a red ball rests", "frames=6", "switch=24: a blue cube rests"), 2, "has 6 frames"),
+        (("generate", "prompt=a red ball rests", "frames=4", "actions=back*9"), 2, "9 actions"),
+        (("generate", "prompt=a red ball rests", "seconds=.inf"), 2, "seconds="),
         (("generate", "prompts=nowhere.txt"), 1, "does not exist"),
+        (("align", "align/tiny_nft", "objective.args.kl_weight=strong"), 1, "objective.args.kl_weight"),
+        (("align", "align/tiny_nft", "max_grad_norm=-1"), 1, "above 0"),
+        (("align", "align/tiny_nft", "frames=3"), 1, "from_chunk"),
+        (("align", "align/tiny_nft", "policy.targets=[to_q,to_zz]"), 1, "to_zz"),
+        (("align", "align/tiny_nft", "rewards.actions.args.weights=idm_heldout"), 1, "judge"),
+        (("align", "align/tiny_nft", "held_out.prompts=1"), 1, "Frechet"),
+        (("distill", "distill/tiny", "network.dim=100"), 1, "multiple of 32"),
         (("score", "nowhere.mp4"), 1, "no file"),
         (("score", "README.md", "reward=pretty"), 1, "inverse_dynamics"),
         (("evaluate", "runs/x"), 2, "key=value"),
@@ -93,7 +106,7 @@ def test_generate_then_score(tmp_path):
     made = arvideo(
         "generate",
         "prompt=a red ball rolls left",
-        "actions=turn left*6",
+        "actions=turn left*3, forward*3",
         "frames=7",
         "out=a.mp4",
         "scale=2",
@@ -103,12 +116,15 @@ def test_generate_then_score(tmp_path):
     pixels, fps = read_video(tmp_path / "a.mp4")
     assert pixels.shape == (7, 3, 64, 64) and fps == 8
     beside = json.loads((tmp_path / "a.mp4.json").read_text())
-    assert beside["prompt"] == "a red ball rolls left" and beside["actions"] == [0, 2, 2, 2, 2, 2, 2]
+    assert beside["prompt"] == "a red ball rolls left" and beside["actions"] == [2, 2, 2, 4, 4, 4]
 
     scored = arvideo("score", "a.mp4", "out=s.csv", cwd=tmp_path)
     assert scored.returncode == 0, scored.stderr
     header, row = (tmp_path / "s.csv").read_text().splitlines()
-    assert header.startswith("file,value,log_likelihood") and row.startswith("a.mp4,-")
+    assert header.startswith("file,value,log_likelihood")
+    commands = torch.tensor([[2, 2, 2, 4, 4, 4]])  # one for each change between frames, none shifted
+    expected = score(InverseDynamics(), Clips(pixels[None], actions=commands)).value.item()
+    assert float(row.split(",")[1]) == pytest.approx(expected, abs=1e-5)
 
     (tmp_path / "bad.mp4").write_text("no video")
     both = arvideo("score", ".", cwd=tmp_path)

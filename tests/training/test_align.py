@@ -230,6 +230,11 @@ def test_two_processes_give_one_process_s_update(config, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         ends[n], _, _ = rundir.load_checkpoint(rundir.checkpoints(tmp_path / f"p{n}")[-1])
     assert same(ends[1], ends[2], tolerance=1e-5)
+    norms = [
+        [json.loads(x)["train/grad_norm"] for x in (tmp_path / f"p{n}" / "metrics.jsonl").read_text().splitlines()]
+        for n in (1, 2)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4), "Adam hides a wrong scale of the gradient, its norm does not"
     start = Run(config, Accelerator()).policies.state()
     assert max((ends[1][k] - start[k]).abs().max() for k in ends[1] if k in start and k.startswith("current/")) > 5e-5
 
@@ -247,7 +252,7 @@ def test_a_run_ends_with_everything_in_its_directory_and_can_be_continued(config
     with pytest.raises(ConfigError, match="finished"):
         align(config)
     config.lr = 0.5
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ValueError, match="another configuration"):
         align(config)
     config.lr, config.iterations = 1e-3, 3
     align(config)
@@ -276,6 +281,43 @@ def test_branches_that_do_not_divide_over_processes_name_the_nearest_that_do(con
     config.prompts_per_step, config.group = 5, 3
     with pytest.raises(ConfigError, match="prompts_per_step=4 or 6"):
         check(config, 3, 2)
+
+
+def test_a_refused_start_leaves_the_name_free(config, tmp_path):
+    config.group = 1
+    with pytest.raises(ConfigError, match="2 or more"):
+        align(config)
+    assert not (tmp_path / config.name).exists()
+
+
+def test_before_is_the_start_point_also_after_a_resume(config, tmp_path):
+    from arvideo_rl.training.launch import _held_out
+
+    run = Run(config, Accelerator())
+    fresh = _held_out(run, tmp_path / "a.safetensors", "")
+    with torch.no_grad():
+        for p in run.policies.parameters().values():
+            p.add_(0.1)
+    again = _held_out(run, tmp_path / "b.safetensors", "")
+    trained = _held_out(run, None, "")
+    assert torch.equal(again.values["motion"], fresh.values["motion"])
+    assert not torch.equal(trained.values["motion"], fresh.values["motion"])
+
+
+def test_a_user_s_own_prompts_can_be_trained_on(config, tmp_path):
+    texts = ("A red ball, rests.", "the blue cube rests", "a green ball rests")
+    rows = [json.dumps({"prompt": t, "actions": ["turn left"] * 5}) + "\n" for t in texts]
+    (tmp_path / "mine.jsonl").write_text("".join(rows))
+    config.prompts.source = str(tmp_path / "mine.jsonl")
+    metrics = Run(config, Accelerator()).step()
+    assert "verifier/motion" in metrics and not any(v != v for v in metrics.values())
+
+
+def test_a_reward_that_can_score_nothing_stops_the_run(config, tmp_path):
+    (tmp_path / "mine.txt").write_text("a red ball rests\na blue cube rests\n")
+    config.prompts.source = str(tmp_path / "mine.txt")  # no actions, so nothing to compare with
+    with pytest.raises(ValueError, match="needs actions"):
+        Run(config, Accelerator()).step()
 
 
 def test_lag_laws():

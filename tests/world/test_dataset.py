@@ -33,9 +33,10 @@ def files(cache):
     return sorted(p.name for p in cache.rglob("*") if p.is_file())
 
 
-def test_clips_are_the_rendered_scenes_with_their_words(cache):
-    scenes = sample_scenes([7, 8], 3)
-    clips = load_clips(7, 2, frames=3)
+@pytest.mark.parametrize("style", ["smooth", "joystick"])
+def test_clips_are_the_rendered_scenes_with_their_words(style, cache):
+    scenes = sample_scenes([7, 8], 9, style=style)
+    clips = load_clips(7, 2, frames=9, style=style)
     assert np.array_equal(clips.pixels, to_uint8(render(scenes)))
     assert clips.captions == scenes.captions and torch.equal(clips.actions, scenes.actions)
 

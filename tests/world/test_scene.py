@@ -84,8 +84,15 @@ def test_every_shape_and_motion_reads_back(pair):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a red ball", "a pink ball rests", "a red cone rests", "a red ball flies", "the red ball rests",
-     "a red ball rests and "],  # fmt: skip
+    [
+        "",
+        "a red ball",
+        "a pink ball rests",
+        "a red cone rests",
+        "a red ball flies",
+        "the red ball rests",
+        "a red ball rests and ",
+    ],
 )
 def test_a_sentence_that_is_none_of_the_worlds_is_refused_with_its_form(text):
     with pytest.raises(ValueError) as error:

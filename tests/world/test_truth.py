@@ -185,10 +185,3 @@ def test_masks_are_where_the_objects_colour_is(some):
         for i, o in enumerate(row):
             found, mask = colour_mask(pixels[b], o.colour), t.masks[b, :, i]
             assert mask.any() and (found & mask).sum() > 0.98 * (found | mask).sum()
-
-
-def test_a_bigger_truth_is_the_same_truth(some):
-    scenes, t = some
-    coarse = truth(scenes, SIZE // 2)
-    area = t.masks.float().mean((-1, -2)) - coarse.masks.float().mean((-1, -2))
-    assert area.abs().max() < 0.01 and torch.equal(coarse.w2c, t.w2c)

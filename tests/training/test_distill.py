@@ -1,0 +1,65 @@
+"""Making a generator: it learns, resumes exactly, and a folder belongs to one configuration."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.training.distill import DistillConfig, Network, run
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch) -> DistillConfig:
+    monkeypatch.setenv("ARVIDEO_CACHE", str(tmp_path / "cache"))
+    network = Network(dim=32, layers=1, ffn=32, patch=(16, 16), text_dim=16)
+    return DistillConfig(out=str(tmp_path / "a"), steps=4, clips=8, batch=1, levels=1, save_every=2, network=network)
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return Generator.load(folder).transformer.state_dict()
+
+
+def test_interrupted_equals_straight(quick, tmp_path, monkeypatch):
+    straight = weights(run(quick, progress=False))
+
+    import arvideo_rl.training.distill as module
+
+    torn = replace(quick, out=str(tmp_path / "b"))
+    real, steps = module.clip_loss, []
+
+    def stop_at_three(*args):
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(module, "clip_loss", stop_at_three)
+    with pytest.raises(KeyboardInterrupt):
+        run(torn, progress=False)
+    monkeypatch.setattr(module, "clip_loss", real)
+    resumed = weights(run(torn, progress=False))
+    assert all(torch.equal(resumed[k], straight[k]) for k in straight)
+    rows = [json.loads(x)["step"] for x in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [0, 1, 2, 3]
+
+
+def test_the_loss_falls(quick, tmp_path):
+    run(replace(quick, steps=40, batch=2, warmup=1), progress=False)
+    rows = [json.loads(x)["loss"] for x in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(rows[-5:]) < 0.7 * sum(rows[:5])
+
+
+def test_a_folder_of_another_configuration_is_refused(quick):
+    run(quick, progress=False)
+    with pytest.raises(ValueError, match="another configuration"):
+        run(replace(quick, seed=1), progress=False)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"steps": 0}, {"batch": 0}, {"network": Network(dim=100)}, {"network": Network(patch=(5, 5))}]
+)
+def test_what_cannot_be_trained_is_refused(quick, bad):
+    with pytest.raises(ValueError, match=str(next(iter(bad)))):
+        run(replace(quick, **bad), progress=False)
