@@ -56,6 +56,7 @@ def environment() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
+        "processes": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "packages": {name: installed(name) for name in PACKAGES},
         "git": git("rev-parse", "HEAD"),

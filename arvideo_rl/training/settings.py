@@ -148,7 +148,9 @@ def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str,
     s, model = generator.streaming, generator.transformer
     levels, chunks = len(s.levels), config.frames // s.chunk
     branches = config.prompts_per_step * config.group
-    m = min(config.objective.args.get("levels_per_chunk", NFT.levels_per_chunk), levels)
+    objective = build_objective(config.objective, chunks)
+    trained = s.levels[: objective.train_levels]
+    m = min(objective.levels_per_chunk, len(trained))
     _, p_h, p_w = model.config.patch_size
     tokens = (s.size // p_h) * (s.size // p_w)
     dim = model.config.num_attention_heads * model.config.attention_head_dim
@@ -160,7 +162,8 @@ def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str,
     return {
         "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
         "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
-        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels) + f" ({m} trained per chunk)",
+        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels)
+        + f" ({m} of the first {len(trained)} trained per chunk)",
         "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
         "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
         "trained parameters": f"{trainable:,} of {weights:,}",

@@ -189,8 +189,11 @@ def test_train_levels_keeps_the_noisiest(config):
     assert levels == {"train/loss_at/t1.000", "train/loss_at/t0.857"}
 
 
-def test_a_branch_replays_alone(config):
+def test_a_branch_of_the_old_policy_replays_alone(config):
     run = Run(config, Accelerator())
+    with torch.no_grad():  # apart from start and current, or any policy could have drawn it
+        for p in run.policies.parameters("old").values():
+            p.add_(0.05)
     record, prompts = run._rollouts([0, 1])
     with torch.no_grad(), run.policies.using("old") as model:
         alone = roll_out(run.generator, model, prompts.take([5]), record.keys[5:6], config.frames, record.groups[5:6])
@@ -217,17 +220,17 @@ def test_two_processes_give_one_process_s_update(config, tmp_path):
     data = dataclasses.asdict(config) | {"iterations": 2, "lr": 1e-4}
     data["held_out"]["prompts"] = 8
     path = tmp_path / "config.yaml"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ends = {}
     for n in (1, 2):
         path.write_text(
             yaml.safe_dump({**data, "name": f"p{n}", "policy": {**data["policy"], "targets": ["to_q", "to_v"]}})
         )
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(n),
-                   "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-                   "--main_process_port", "0", "-m", "arvideo_rl", "align", str(path)]  # fmt: skip
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n), "-m", "arvideo_rl"]
+        command = [sys.executable, *launch, "align", str(path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads((tmp_path / f"p{n}" / "environment.json").read_text())["processes"] == n
         ends[n], _, _ = rundir.load_checkpoint(rundir.checkpoints(tmp_path / f"p{n}")[-1])
     assert same(ends[1], ends[2], tolerance=1e-5)
     norms = [
