@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,19 @@ def commands(actions: torch.Tensor) -> str:
 
 
 def videos(folder: Path, before: Measured, after: Measured, prompts: Prompts, fps: float) -> list[Path]:
-    """Write the first held-out prompts side by side (left before, right after) and a contact sheet."""
+    """Write the first held-out prompts side by side (left before, right after), a contact sheet, and videos.json: a
+    list of objects with file, prompt, actions, and the scores of both halves by name (null where not measured)."""
     folder.mkdir(parents=True, exist_ok=True)
-    written, rows, labels = [], [], []
+    written, rows, labels, facts = [], [], [], []
     for p in range(min(SHOWN, len(prompts))):
         left, right = before.pixels[p, 0], after.pixels[p, 0]
         path = folder / f"{p:02d}.mp4"
         media.write_video(path, media.side_by_side(left, right, gap=2), fps, scale=6)
         written.append(path)
+        facts.append({
+            "file": path.name, "prompt": prompts.texts[p], "actions": commands(prompts.actions[p, : len(left)]),
+            "before": scores_of(before, p), "after": scores_of(after, p),
+        })  # fmt: skip
         scores = [f"{m.values['actions_other_judge'][p, 0]:.2f}" for m in (before, after)]
         for name, clip, s in zip(("before", "after "), (left, right), scores):
             rows.append(clip)
@@ -77,7 +83,14 @@ def videos(folder: Path, before: Measured, after: Measured, prompts: Prompts, fp
     sheet = media.contact_sheet(rows, labels=labels, scale=3)
     path = folder / "before_after.png"
     media.write_sheet(path, sheet)
+    rundir.write_json(folder / "videos.json", facts)
     return [path, *written]
+
+
+def scores_of(measured: Measured, prompt: int) -> dict[str, float | None]:
+    """What was measured on a prompt's first video, by name; None where it could not be."""
+    values = {name: value[prompt, 0].item() for name, value in measured.values.items()}
+    return {name: round(v, 4) if math.isfinite(v) else None for name, v in values.items()}
 
 
 def finish(
