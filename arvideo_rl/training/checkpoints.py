@@ -195,6 +195,8 @@ def aside(final: Path) -> Iterator[Path]:
     try:
         yield draft
         for path in sorted(draft.rglob("*"), reverse=True):
+            if path.is_file():
+                path.chmod(draft.stat().st_mode & 0o666)  # safetensors writes for its owner alone
             sync(path)
         sync(draft)
     except BaseException:

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import context_gap, walk
-from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.align import Run
+from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.launch import align
 from arvideo_rl.training.rollout import roll_out
 from arvideo_rl.training.settings import check, lag_keep
