@@ -40,7 +40,7 @@ def load_any(source: str) -> tuple[Generator, CausalWan, str]:
     folder, which = split(source)
     run = run_of(folder)
     if run is None or kind_of(run) == "distill":
-        if which or run != folder:  # a distillation has one result, whatever its checkpoints
+        if which or (run and run != folder):  # a distillation has one result, whatever its checkpoints
             known = "a shipped name, a generator folder, a run, or RUN@best" if run is None else str(run)
             raise ConfigError(f"no alignment checkpoint at {source!r}; give {known}")
         if run and not (run / "generator" / "generator.json").is_file():

@@ -5,6 +5,7 @@ What was written is loaded into a fresh base through the library that would load
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,10 +38,12 @@ def export(source: str, out: Path, form: str) -> str:
     expected = outputs(policy.generator, policy.generator.transformer)
     write, read = FORMS[form]
     with aside(out) as draft:
-        count = write(policy, draft)
-        fresh, model, bound = read(policy, draft)
-        if bound != count or not count:
-            raise ValueError(f"{out} was not written: only {bound} of {count} tensors of {source} found their place")
+        written = write(policy, draft)
+        fresh, model = read(policy, draft)
+        found = _adapter(fresh) if form != "merged" else fresh.transformer.state_dict()
+        count = sum(k in found and torch.equal(found[k].cpu(), v) for k, v in written.items())
+        if not count == len(written) == len(found) or not count:
+            raise ValueError(f"{out} was not written: only {count} of {len(written)} tensors of {source} got through")
         gap = (outputs(fresh, model) - expected).abs().max() / expected.abs().max()
         if not gap <= TOLERANCE:
             raise ValueError(f"{out} was not written: loaded again its output differs by {gap:.1e} of the largest")
@@ -59,62 +62,53 @@ def outputs(generator: Generator, model: Callable) -> Tensor:
     return model(x.to(DEVICE), torch.tensor([0.9, 0.5], device=DEVICE), Context(text=text.to(DEVICE))).x0
 
 
-def _adapter(policy: Aligned) -> dict[str, Tensor]:
-    """LoRA tensors by module and factor, e.g. blocks.0.attn1.to_q.lora_A."""
-    named = policy.generator.transformer.named_parameters()
-    return {k.removesuffix(".current.weight"): p.detach().cpu() for k, p in named if k.endswith(".current.weight")}
+def _adapter(generator: Generator) -> dict[str, Tensor]:
+    """LoRA tensors by module and factor, whatever the adapter is called: blocks.0.attn1.to_q.lora_A."""
+    found = ((re.fullmatch(r"(.+\.lora_[AB])\..+\.weight", k), p) for k, p in generator.transformer.named_parameters())
+    return {match[1]: p.detach().cpu().contiguous() for match, p in found if match}
 
 
-def _write_diffusers(policy: Aligned, folder: Path) -> int:
+def _write_diffusers(policy: Aligned, folder: Path) -> dict[str, Tensor]:
     """alpha is multiplied into B, because readers that find no alpha take it to be the rank."""
     scale = policy.config.policy.alpha / policy.config.policy.rank
-    scaled = {k: v * scale if k.endswith("lora_B") else v for k, v in _adapter(policy).items()}
-    tensors = {f"transformer.{k}.weight": v.contiguous() for k, v in scaled.items()}
-    save_file(tensors, folder / DIFFUSERS_FILE, {"format": "pt"})
-    return len(tensors)
+    tensors = {k: v * scale if k.endswith("lora_B") else v for k, v in _adapter(policy.generator).items()}
+    save_file({f"transformer.{k}.weight": v for k, v in tensors.items()}, folder / DIFFUSERS_FILE, {"format": "pt"})
+    return tensors
 
 
-def _read_diffusers(policy: Aligned, folder: Path) -> tuple[Generator, Callable, int]:
+def _read_diffusers(policy: Aligned, folder: Path) -> tuple[Generator, Callable]:
     fresh = Generator.load(policy.config.generator).to(DEVICE)
     fresh.transformer.load_lora_adapter(str(folder), weight_name=DIFFUSERS_FILE, local_files_only=True)
-    return fresh, fresh.transformer, _bound(fresh)
+    return fresh, fresh.transformer
 
 
-def _write_peft(policy: Aligned, folder: Path) -> int:
-    tensors = _adapter(policy)
-    told = policy.config.policy
-    modules = sorted({k.rpartition(".lora_")[0] for k in tensors})
+def _write_peft(policy: Aligned, folder: Path) -> dict[str, Tensor]:
+    told, tensors = policy.config.policy, _adapter(policy.generator)
     LoraConfig(
-        r=told.rank, lora_alpha=told.alpha, target_modules=modules, inference_mode=True,
-        base_model_name_or_path=policy.config.generator,
+        r=told.rank, lora_alpha=told.alpha, target_modules=sorted({k.rpartition(".")[0] for k in tensors}),
+        inference_mode=True, base_model_name_or_path=policy.config.generator,
     ).save_pretrained(folder)  # fmt: skip
-    named = {f"base_model.model.{k}.weight": v.contiguous() for k, v in tensors.items()}
-    save_file(named, folder / PEFT_FILE, {"format": "pt"})
-    return len(tensors)
+    save_file({f"base_model.model.{k}.weight": v for k, v in tensors.items()}, folder / PEFT_FILE, {"format": "pt"})
+    return tensors
 
 
-def _read_peft(policy: Aligned, folder: Path) -> tuple[Generator, Callable, int]:
+def _read_peft(policy: Aligned, folder: Path) -> tuple[Generator, Callable]:
     fresh = Generator.load(policy.config.generator).to(DEVICE)
-    model = PeftModel.from_pretrained(fresh.transformer, str(folder)).eval()
-    return fresh, model, _bound(fresh)
+    return fresh, PeftModel.from_pretrained(fresh.transformer, str(folder)).eval()
 
 
-def _write_merged(policy: Aligned, folder: Path) -> int:
+def _write_merged(policy: Aligned, folder: Path) -> dict[str, Tensor]:
     transformer = policy.generator.transformer
     if policy.config.policy.kind == "lora":
         transformer.fuse_lora()
         transformer.unload_lora()
     policy.generator.save(folder)
-    return len(transformer.state_dict())
+    return {k: v.cpu() for k, v in transformer.state_dict().items()}
 
 
-def _read_merged(policy: Aligned, folder: Path) -> tuple[Generator, Callable, int]:
+def _read_merged(policy: Aligned, folder: Path) -> tuple[Generator, Callable]:
     fresh = Generator.load(folder).to(DEVICE)
-    return fresh, fresh.transformer, len(fresh.transformer.state_dict())
-
-
-def _bound(generator: Generator) -> int:
-    return sum("lora_" in k for k, _ in generator.transformer.named_parameters())
+    return fresh, fresh.transformer
 
 
 FORMS = {

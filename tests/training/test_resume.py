@@ -55,30 +55,28 @@ def test_a_run_killed_again_and_again_equals_the_one_left_alone(config, tmp_path
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments_lose_nothing(config, tmp_path, fork, same_run):
     trials = int(os.environ.get("KILLS", 50))
-    config.iterations = 8
+    config.iterations = 12
+    align(named(config, "warm"))  # what is loaded on first use is loaded here, and each life starts where it matters
     begun = time.monotonic()
-    fork(lambda: align(named(config, "straight")), tmp_path)
+    _, operations = fork(lambda: align(named(config, "straight")), tmp_path)
     takes = time.monotonic() - begun
     rng, kills, finished, reached, seen = random.Random(0), 0, 0, 0, []
-    while kills < trials or finished == 0:
+    while kills < trials or not finished:
         torn = named(config, f"torn{finished}")
         folder = tmp_path / torn.name
-        # enough short lives to hit every phase, enough long ones to get on
-        died, _ = fork(
-            lambda t=torn: align(t), tmp_path, die_after=rng.uniform(0, 0.6 * takes) if kills < trials else takes * 9
-        )
-        kills += died and kills < trials
+        when = {"die_after": rng.uniform(0, takes)} if kills % 2 else {"die_at": rng.randrange(operations // 2)}
+        died, _ = fork(lambda t=torn: align(t), tmp_path, **(when if kills < trials else {}))
+        kills += died
         now = [read_state(p)["step"] for p in checkpoints(folder)]
-        assert not now or max(now) >= reached, "a checkpoint was lost"
+        assert max(now, default=0) >= reached, "a checkpoint was lost"
         reached = max(now, default=0)
         seen.append(reached)
         if (folder / "summary.json").is_file():
-            fork(lambda t=torn: align(t), tmp_path)
+            fork(lambda t=torn: align(t), tmp_path)  # only says that it is finished
             same_run(folder, tmp_path / "straight")
-            shutil.rmtree(folder)
             finished, reached = finished + 1, 0
-    assert kills >= trials and len(set(seen)) > 4
-    print(f"{kills} kills, {finished} runs finished, all equal to the one left alone")
+    print(f"{kills} kills, {finished} runs finished, all equal to the one left alone; newest checkpoints: {seen}")
+    assert trials < 50 or len(set(seen)) > 4, "kills should fall everywhere"
 
 
 def test_time_is_counted_once(config, tmp_path, monkeypatch):
