@@ -18,6 +18,7 @@ COMMANDS = {  # name -> (module, one line)
     "score": ("arvideo_rl.cli.score", "score video files with a reward"),
     "rewards": ("arvideo_rl.cli.rewards", "list rewards; train the inverse-dynamics reward"),
     "evaluate": ("arvideo_rl.cli.evaluate", "measure a generator or a run on the held-out prompts"),
+    "status": ("arvideo_rl.cli.status", "say how far runs are and how to continue them"),
     "convert": ("arvideo_rl.cli.convert", "export a trained policy for diffusers or peft, or merged"),
     "doctor": ("arvideo_rl.cli.doctor", "say what is installed and what is missing"),
 }

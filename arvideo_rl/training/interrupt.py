@@ -77,4 +77,5 @@ class Stop:
             self._number = number
             raise self.interrupted("nothing new was saved")
         self._number, self._at = number, now
-        os.write(2, b"arvideo: stopping after this iteration or step; once more stops at once\n")  # print may be under way
+        # not print, which may be under way
+        os.write(2, b"arvideo: stopping after this iteration or step; once more stops at once\n")
