@@ -212,12 +212,16 @@ def aside(final: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's list of names is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Wait until a file or a folder's list of names is on the disk; not every system can do that for folders."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError:
+        if not path.is_dir():
+            raise
 
 
 def digest(path: Path) -> str:

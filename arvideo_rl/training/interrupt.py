@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-SAME = (
-    1.0  # seconds in which a repeated signal is taken for the same: torchrun passes on what the terminal sent already
-)
+SAME = 1.0  # seconds in which a repeated signal counts as the same: torchrun passes on what the terminal sent already
 
 
 class Interrupted(KeyboardInterrupt):

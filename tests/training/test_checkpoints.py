@@ -59,6 +59,8 @@ def test_killed_at_any_file_operation_of_a_save_the_last_complete_one_is_there(t
         found = newest(folder, load_checkpoint, pytest.fail)  # nothing is half there, so nothing is reported
         check_whole(found.path, found.state["step"])
         seen.add(found.state["step"])
+        for path in checkpoints(folder):
+            load_checkpoint(path)
         tidy(folder, found.path)
         assert not [n for n in names(folder) if not n.startswith("step-") or "." in n]
     assert seen == {2, 3} and at > 20
@@ -139,7 +141,7 @@ def test_half_written_ones_do_not_count_and_damaged_ones_are_set_aside(tmp_path)
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
-    for step, score in enumerate([0.1, 0.9, float("nan"), 0.9, None, 0.3], 1):
+    for step, score in enumerate([float("nan"), 0.9, 0.1, 0.9, None, 0.3], 1):
         save(tmp_path, step, score=score, keep_last=2)
     assert names(tmp_path) == ["step-000002", "step-000005", "step-000006"]  # of two equal ones the earlier
     assert best(tmp_path) == pick(tmp_path, "best") == tmp_path / "checkpoints" / "step-000002"
@@ -148,10 +150,11 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == ["step-000007"]
 
 
-def test_a_damaged_one_takes_no_place_among_those_kept_and_is_not_the_best(tmp_path):
+@pytest.mark.parametrize("name", [TENSORS, OPTIMIZER, STATE])
+def test_a_damaged_one_takes_no_place_among_those_kept_and_is_not_the_best(name, tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2, score=0.5)
-    (save(tmp_path, 3, score=0.9) / STATE).write_text("{")
+    (save(tmp_path, 3, score=0.9) / name).write_text("{")
     save(tmp_path, 4, keep_last=2)
     assert names(tmp_path) == ["step-000002", "step-000004"]
     assert best(tmp_path).name == "step-000002"

@@ -72,6 +72,12 @@ def test_any_checkpoint_of_a_run_can_be_named(trained):
             load_any(source + which)
 
 
+def test_a_run_without_a_checkpoint_is_an_error_and_not_its_base(config, tmp_path):
+    make_run(config, tmp_path / "run", 0)
+    with pytest.raises(ValueError, match="has no complete checkpoint yet"):
+        load_any(str(tmp_path / "run"))
+
+
 def test_a_folder_may_have_an_at_in_its_name(config, tmp_path):
     make_run(config, tmp_path / "me@home", 1)
     assert load_aligned(str(tmp_path / "me@home")).checkpoint.name == "step-000001"
@@ -224,6 +230,22 @@ def test_an_export_that_does_not_come_through_whole_is_not_written(form, spoil, 
     monkeypatch.setattr(module, "save_file", spoilt)
     with pytest.raises(ValueError):
         export(trained[0], tmp_path / "out", form)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize("form", ["diffusers", "peft"])
+def test_tensors_that_find_no_place_are_an_error_also_where_the_output_would_not_show_it(
+    form, config, tmp_path, monkeypatch
+):
+    run = make_run(config, tmp_path / "run", 0)
+    run.save(tmp_path / "run")  # untrained, so B is 0 and the policy is its base
+    spoilt = {"to_q": "to_z"} if form == "peft" else {"blocks.1.attn1.to_q": "blocks.1.to_q"}
+    (old, new), real = next(iter(spoilt.items())), save_file
+    rename = lambda tensors, *rest: real({k.replace(old, new): v for k, v in tensors.items()}, *rest)  # noqa: E731
+    monkeypatch.setattr(module, "save_file", rename)
+    with pytest.raises(ValueError, match="only .* of 40 tensors"):
+        export(str(tmp_path / "run"), tmp_path / "out", form)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -15,10 +15,12 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arvideo_rl.cli.main import main
 from arvideo_rl.config import load
 from arvideo_rl.training import align as align_module
+from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import TENSORS, checkpoints, load_checkpoint, read_state
 from arvideo_rl.training.interrupt import Interrupted, Stop
@@ -95,6 +97,22 @@ def test_time_is_counted_once(config, tmp_path, monkeypatch):
     for _ in range(2):
         second.step()
     assert second.seconds == run.seconds > 0
+
+
+def test_all_rows_are_on_the_disk_before_a_checkpoint_says_so(tmp_path, fork, monkeypatch):
+    def work():
+        monkeypatch.setattr(os, "fsync", lambda _: None)  # leaves TensorBoard's thread no time to catch up unasked
+        sys.setswitchinterval(10)
+        metrics = rundir.Metrics(tmp_path)
+        for i in range(40):
+            metrics.write(i, {f"reward/{k}": float(i) for k in range(20)})
+        metrics.sync()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert fork(work, tmp_path)[0]
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert all([e.step for e in board.Scalars(f"reward/{k}")] == list(range(40)) for k in range(20))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 40
 
 
 def test_a_flipped_byte_in_the_newest_is_told_and_the_run_goes_on_from_before(config, tmp_path, fork, same_run, capsys):
