@@ -218,9 +218,7 @@ def train(
             p.copy_(average[k])
 
 
-def _save(
-    folder: Path, step: int, parameters: dict, average: dict, opts: list, seconds: float, keep_last: int
-) -> None:
+def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list, seconds: float, keep_last: int) -> None:
     tensors = {f"live.{k}": p.detach() for k, p in parameters.items()} | {f"ema.{k}": p for k, p in average.items()}
     states = [opt.state_dict() for opt in opts]
     save_checkpoint(folder, step, tensors, states, {"seconds": seconds}, keep_last=keep_last)

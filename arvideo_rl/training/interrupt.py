@@ -38,7 +38,9 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # Python delivers signals nowhere else
-            self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:  # a shell tells its background jobs to ignore Ctrl-C
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,6 +63,7 @@ class Stop:
         if accelerator is not None and accelerator.num_processes > 1:
             mine = torch.tensor([self._number], device=accelerator.device)
             self._number = int(accelerator.gather(mine).max())
+            self._at = self._at or time.monotonic() * (self._number > 0)
         return self._number > 0
 
     def interrupted(self, saved: str) -> Interrupted:

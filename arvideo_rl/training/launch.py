@@ -84,6 +84,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
                     metrics.sync()
                     run.save(folder)
             if stopping:
+                accelerator.wait_for_everyone()  # or torchrun would end the process that saves, once another has left
                 raise stop.interrupted(f"saved after iteration {run.iteration} of {config.iterations}")
     if metrics:
         metrics.close()

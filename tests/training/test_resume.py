@@ -258,12 +258,24 @@ def test_the_handlers_found_are_put_back():
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_a_signal_that_was_to_be_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop("again") as stop, stop.later():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 CHILD = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from arvideo_rl.cli.main import main
+from arvideo_rl.training import interrupt
 from arvideo_rl.training.align import Run
 what, config = sys.argv[1:]
-real = Run._update
+real, save, interrupt.SAME = Run._update, Run.save, 0.0
+Run.save = lambda *a, **k: (time.sleep(3 * (what == "signal")), save(*a, **k))  # as long as large weights take
 def update(run, *args):
     rank = run.accelerator.process_index
     if what == "signal" and rank == 1 and run.iteration == 1:
@@ -281,6 +293,7 @@ main(["align", config])
 def test_two_processes_stop_together_and_never_save_different_weights(what, config, tmp_path):
     import dataclasses
 
+    config.checkpoint_every = 3 if what == "signal" else 1
     data = dataclasses.asdict(config)
     data["policy"]["targets"] = list(config.policy.targets)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
