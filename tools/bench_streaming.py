@@ -30,7 +30,8 @@ def seconds(generator: Generator, streams: int, frames: int) -> float:
     begun = time.perf_counter()
     script = generator.script(["a red ball rolls left"] * streams, actions if takes_actions else None)
     draw = draw_from([Key(0, branch=i) for i in range(streams)], generator.latent_shape)
-    for chunk in stream(Denoiser(generator.transformer, window, script), window.chunks(frames), settings.levels, draw):
+    denoiser = Denoiser(generator.transformer, window, script, fixed=True)
+    for chunk in stream(denoiser, window.chunks(frames), settings.levels, draw):
         generator.codec.decode(chunk.latents)
     return time.perf_counter() - begun
 

@@ -77,7 +77,7 @@ def test_the_prompt_in_force_is_the_one_after_the_switch(quick, monkeypatch):
     told = []
     real = module.Denoiser.enter
     monkeypatch.setattr(
-        module.Denoiser, "enter", lambda self, c: (told.append(self.script.text_at(c.position)), real(self, c))[1]
+        module.Denoiser, "enter", lambda self, c: (told.append(self.script.prompt_at(c.position)[1]), real(self, c))[1]
     )
     generator, rows = build(quick), np.array([0, 1, 2])
     clips = load_clips(30, 3, frames=18, style="switch")
