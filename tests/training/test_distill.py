@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,16 +13,18 @@ import arvideo_rl.training.distill as module
 from arvideo_rl.config import load
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
-from arvideo_rl.training.distill import DistillConfig, Network, run
+from arvideo_rl.training.distill import DistillConfig, Network, build, clip_loss, run
 from arvideo_rl.training.interrupt import Interrupted
 from arvideo_rl.training.launch import align
+from arvideo_rl.world.dataset import Clips, load_clips
 
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch) -> DistillConfig:
     monkeypatch.setenv("ARVIDEO_CACHE", str(tmp_path / "cache"))
     network = Network(dim=32, layers=1, ffn=32, patch=(16, 16), text_dim=16)
-    return DistillConfig(out=str(tmp_path / "a"), steps=4, clips=8, batch=1, levels=1, save_every=2, network=network)
+    return DistillConfig(out=str(tmp_path / "a"), steps=4, clips=8, switch_clips=4, batch=1, levels=1,
+                         save_every=2, network=network)  # fmt: skip
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -120,8 +123,35 @@ def test_a_folder_of_another_configuration_is_refused(quick):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"steps": 0}, {"batch": 0}, {"network": Network(dim=100)}, {"network": Network(patch=(5, 5))}]
+    "bad",
+    [{"steps": 0}, {"batch": 0}, {"switch_clips": -1}, {"first_weight": 0.0}, {"network": Network(dim=100)},
+     {"network": Network(patch=(5, 5))}],
 )
 def test_what_cannot_be_trained_is_refused(quick, bad):
     with pytest.raises(ValueError, match=str(next(iter(bad)))):
         run(replace(quick, **bad), progress=False)
+
+
+def test_the_prompt_in_force_is_the_one_after_the_switch(quick, monkeypatch):
+    """Each chunk is told what is in force at its first frame: the words change at the clip's own switch, no earlier."""
+
+    told = []
+    real = module.Denoiser.enter
+    monkeypatch.setattr(
+        module.Denoiser, "enter", lambda self, c: (told.append(self.script.prompt_at(c.position)[1]), real(self, c))[1]
+    )
+    generator, rows = build(quick), np.array([0, 1, 2])
+    clips = load_clips(30, 3, frames=18, style="switch")
+    clip_loss(generator, clips, rows, 0, quick)
+    words = generator.text_encoder
+    for k, text in enumerate(told):
+        assert torch.equal(text, words(words.tokens(clips.captions_at(rows, 3 * k))))
+    assert [torch.equal(told[k][0], told[k - 1][0]) for k in range(1, 6)] == [True, False, True, True, True]  # at 6
+
+
+def test_the_first_chunk_has_its_weight(quick):
+    generator, rows = build(quick), np.array([0])
+    clips = load_clips(0, 1, frames=18)
+    flat, heavy = (clip_loss(generator, clips, rows, 0, replace(quick, first_weight=w))[0].item() for w in (1.0, 1e6))
+    one = clip_loss(generator, Clips(clips.pixels[:, :3], clips.captions, clips.actions), rows, 0, quick)[0].item()
+    assert heavy == pytest.approx(one, rel=1e-3) and flat != pytest.approx(one, rel=1e-3)
