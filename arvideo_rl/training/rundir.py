@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -121,6 +122,9 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self._file = rows(folder / "metrics.jsonl", "iteration", resume_at)
+        # TensorBoard reads files in the order of their names, which begin with the second they were made in
+        made = [int(p.name.split(".")[3]) for p in (folder / "tensorboard").glob("events.out.tfevents.*")]
+        time.sleep(min(1.0, max(0.0, max(made, default=0) + 1 - time.time())))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at)
 
     def write(self, iteration: int, values: dict[str, float]) -> None:

@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from arvideo_rl.cli.main import main
 from arvideo_rl.config import load
@@ -113,6 +114,18 @@ def test_all_rows_are_on_the_disk_before_a_checkpoint_says_so(tmp_path, fork, mo
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert all([e.step for e in board.Scalars(f"reward/{k}")] == list(range(40)) for k in range(20))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 40
+
+
+def test_tensorboard_reads_the_parts_of_a_run_in_their_order_however_fast_it_was_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file_writer, "_global_uid", 8)  # names end with this count, and .10 sorts before .9
+    for start in range(3):
+        metrics = rundir.Metrics(tmp_path, start)
+        for i in (start, start + 1):  # the second is lost and comes again
+            metrics.write(i, {"reward/a": 100.0 * start + i})
+        metrics.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    seen = [(e.step, e.value) for e in board.Scalars("reward/a")]
+    assert seen == [(0, 0.0), (1, 101.0), (2, 202.0), (3, 203.0)]
 
 
 def test_a_flipped_byte_in_the_newest_is_told_and_the_run_goes_on_from_before(config, tmp_path, fork, same_run, capsys):
