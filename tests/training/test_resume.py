@@ -117,7 +117,9 @@ def test_all_rows_are_on_the_disk_before_a_checkpoint_says_so(tmp_path, fork, mo
 
 
 def test_tensorboard_reads_the_parts_of_a_run_in_their_order_however_fast_it_was_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file_writer, "_global_uid", 8)  # names end with this count, and .10 sorts before .9
+    monkeypatch.setattr(
+        event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9)
+    )  # names end with this count, and .10 sorts before .9
     for start in range(3):
         metrics = rundir.Metrics(tmp_path, start)
         for i in (start, start + 1):  # the second is lost and comes again
