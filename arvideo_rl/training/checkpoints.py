@@ -172,9 +172,9 @@ def check_base(path: Path, state: dict[str, Any], mine: dict[str, Any], where: s
             )
 
 
-def tidy(folder: Path, newest_used: Path | None) -> None:
-    """Before run ``folder`` goes on from ``newest_used``: remove what was left half-written, and set aside as *.damaged
-    what is newer, so that it counts for nothing when the run comes by there again."""
+def tidy(folder: Path, newest_used: Path | None, keep_last: int | None) -> None:
+    """Before run ``folder`` goes on from ``newest_used``: remove what was left half-written or too much, and set aside
+    as *.damaged what is newer, so that it counts for nothing when the run comes by there again."""
     root = folder / "checkpoints"
     for path in list(root.glob("*.tmp")):
         shutil.rmtree(path)
@@ -183,6 +183,7 @@ def tidy(folder: Path, newest_used: Path | None) -> None:
             grave = path.with_name(path.name + ".damaged")
             shutil.rmtree(grave, ignore_errors=True)
             path.rename(grave)
+    _prune(folder, keep_last)
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def train(
     }
     average = {k: p.detach().clone() for k, p in parameters.items()}
     opts = optimizers(generator, config)
-    first, spent = _resume(folder, parameters, average, opts)
+    first, spent = _resume(folder, parameters, average, opts, config.keep_last)
     log = rundir.rows(folder / "metrics.jsonl", "step", first)
     begun = time.time() - spent
     for step in track(range(first, config.steps), "training", disable=not progress or hidden()):
@@ -233,10 +233,10 @@ def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list, 
     save_checkpoint(folder, step, tensors, states, {"seconds": seconds}, keep_last=keep_last)
 
 
-def _resume(folder: Path, parameters: dict, average: dict, opts: list) -> tuple[int, float]:
+def _resume(folder: Path, parameters: dict, average: dict, opts: list, keep_last: int) -> tuple[int, float]:
     """(steps done, seconds spent on them); clears away what a run that died left in ``folder``."""
     found = newest(folder, load_checkpoint, print)
-    tidy(folder, found and found.path)
+    tidy(folder, found and found.path, keep_last)
     if found is None:
         return 0, 0.0
     with torch.no_grad():

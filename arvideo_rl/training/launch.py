@@ -51,7 +51,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     main = accelerator.is_main_process
     if main:
         rundir.claim(folder, "align", resolved, FREE_ON_RESUME)
-        tidy(folder, last)
+        tidy(folder, last, config.keep_last)
         rundir.start(folder, given, resolved)
     before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
     accelerator.wait_for_everyone()
