@@ -10,7 +10,9 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
@@ -40,6 +42,17 @@ def write_video(path: str | Path, pixels: Tensor | np.ndarray, fps: Rate, scale:
     every pixel becomes ``scale`` x ``scale`` pixels. An mp4 of an odd size gets one more row or column, a copy of the
     last. The file appears whole or not at all. Returns the path; raises ValueError, and OSError if writing fails.
     """
+    with writing(path, fps, scale) as add:
+        add(pixels)
+    return Path(path)
+
+
+@contextmanager
+def writing(path: str | Path, fps: Rate, scale: int = 1) -> Iterator[Callable[[Tensor | np.ndarray], None]]:
+    """Write one video piece by piece, as :func:`write_video` does: hands out a function that adds the next frames
+    (all of one size). The file appears when the block ends, and not at all if it raises or adds nothing. Memory does
+    not grow with the length of an .mp4; for a .gif ffmpeg keeps all frames to choose colours, a sheet is one picture.
+    """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in WRITES:
@@ -47,19 +60,36 @@ def write_video(path: str | Path, pixels: Tensor | np.ndarray, fps: Rate, scale:
     rate = frame_rate(fps)
     if suffix == ".gif" and rate > 50:  # delays are in 1/100 s and browsers slow down anything shorter than 2 of them
         raise ValueError(f"{path}: fps is {fps}, but a .gif plays at most 50; use .mp4")
-    frames = enlarge(to_uint8(pixels), scale)
+    _check_count("scale", scale)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{suffix}")  # keeps the suffix: it tells ffmpeg the format
-    try:
+    sheet: list[np.ndarray] = []
+    encoder: _Encoder | None = None
+
+    def add(pixels: Tensor | np.ndarray) -> None:
+        nonlocal encoder
+        frames = enlarge(to_uint8(pixels), scale)
         if suffix == ".png":
+            sheet.append(frames)
+            return
+        encoder = encoder or _Encoder(partial, frames.shape[1:3], rate, name=path)
+        encoder.add(frames)
+
+    try:
+        yield add
+        if not sheet and encoder is None:
+            raise ValueError(f"{path}: no frame was given to write")
+        if encoder is not None:
+            encoder.finish()
+        else:
+            frames = np.concatenate(sheet)
             columns = max(4, (SHEET_WIDTH + GAP) // (frames.shape[2] + GAP))
             Image.fromarray(_grid(frames, columns)).save(partial)
-        else:
-            _encode(partial, frames, rate, name=path)
         partial.replace(path)
     finally:
+        if encoder is not None:
+            encoder.close()
         partial.unlink(missing_ok=True)
-    return path
 
 
 def read_video(path: str | Path, fps: Rate | None = None) -> tuple[Tensor, float]:
@@ -207,21 +237,56 @@ def _text(label: str, width: int) -> np.ndarray:
     return np.asarray(image)
 
 
-def _encode(target: Path, frames: np.ndarray, rate: Fraction, name: Path) -> None:
-    """Write uint8 [T, H, W, 3] to ``target`` (.mp4 or .gif); errors speak of ``name``."""
-    if target.suffix == ".mp4":
-        h, w = frames.shape[1:3]
-        frames = np.pad(frames, ((0, 0), (0, h % 2), (0, w % 2), (0, 0)), mode="edge")  # yuv420p halves both sides
-        # The matrix is stated: left out, players guess it from the size and colours shift.
-        colours = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=bt709"
-        options = f"-vf scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,{colours}"
-        options += " -c:v libx264 -crf 12 -movflags +faststart"
-    else:
-        options = "-filter_complex split[a][b];[a]palettegen[p];[b][p]paletteuse -loop 0"
-    t, h, w, _ = frames.shape
-    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{w}x{h}", "-r", str(rate), "-i", "-"]
-    arguments = [*source, *options.split(), "-y", str(target.resolve())]
-    _ffmpeg(arguments, OSError, f"{name}: cannot write", frames.tobytes())
+class _Encoder:
+    """An ffmpeg that turns raw frames into ``target`` (.mp4 or .gif) as they come; errors speak of ``name``."""
+
+    def __init__(self, target: Path, size: tuple[int, int], rate: Fraction, name: Path) -> None:
+        self.size, self.name = size, name
+        if target.suffix.lower() == ".mp4":
+            # The matrix is stated: left out, players guess it from the size and colours shift.
+            colours = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=bt709"
+            options = f"-vf scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,{colours}"
+            options += " -c:v libx264 -crf 12 -movflags +faststart"
+            self.pad = (size[0] % 2, size[1] % 2)  # yuv420p halves both sides
+        else:
+            options = "-filter_complex split[a][b];[a]palettegen[p];[b][p]paletteuse -loop 0"
+            self.pad = (0, 0)
+        h, w = size[0] + self.pad[0], size[1] + self.pad[1]
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{w}x{h}", "-r", str(rate), "-i", "-"]
+        command = _command([*source, *options.split(), "-y", str(target.resolve())])
+        self.said = tempfile.TemporaryFile()  # a pipe nobody reads could fill up and stop it
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.said)
+
+    def add(self, frames: np.ndarray) -> None:
+        """Hand over uint8 [T, H, W, 3]."""
+        if frames.shape[1:3] != self.size:
+            (h, w), (h0, w0) = frames.shape[1:3], self.size
+            raise ValueError(f"{self.name}: a frame of {w}x{h} after frames of {w0}x{h0}; a video has one size")
+        frames = np.pad(frames, ((0, 0), (0, self.pad[0]), (0, self.pad[1]), (0, 0)), mode="edge")
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(frames.data)
+        except BrokenPipeError:
+            self.finish()
+            raise
+
+    def finish(self) -> None:
+        """Let it end; OSError with its own words if it failed."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if self.process.wait():
+            self.said.seek(0)
+            raise OSError(f"{self.name}: cannot write: ffmpeg says: {_first_complaint(self.said.read())}")
+
+    def close(self) -> None:
+        """Stop it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        self.said.close()
 
 
 def _decode(path: Path) -> np.ndarray:
@@ -235,7 +300,7 @@ def _decode(path: Path) -> np.ndarray:
         raise ValueError(f"{path}: the file is empty")
     # PPM pictures carry their own size. passthrough: no frame is repeated or dropped. xerror: no half-read file.
     options = "-map 0:v:0 -fps_mode passthrough -c:v ppm -pix_fmt rgb24 -f image2pipe -"
-    data = _ffmpeg(["-xerror", "-i", str(path.resolve()), *options.split()], ValueError, f"{path}: cannot read")
+    data = _ffmpeg(["-xerror", "-i", str(path.resolve()), *options.split()], f"{path}: cannot read")
     header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
     if header is None:
         raise ValueError(f"{path}: the file holds no video frame")
@@ -272,12 +337,18 @@ def _read_folder(folder: Path) -> np.ndarray:
     return np.stack(frames)
 
 
-def _ffmpeg(arguments: list[str], error: type[Exception], what: str, data: bytes = b"") -> bytes:
-    """Run ffmpeg on ``data`` and return its standard output, or raise ``error`` with its first complaint."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-v", "error", *arguments]
-    done = subprocess.run(command, input=data, capture_output=True)
+def _command(arguments: list[str]) -> list[str]:
+    return [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-v", "error", *arguments]
+
+
+def _first_complaint(said: bytes) -> str:
+    """ffmpeg's first line, without which part of it speaks and that part's address in memory."""
+    return re.sub(r"^\[.*?\] ", "", (said.decode(errors="replace").strip() or "nothing").splitlines()[0])
+
+
+def _ffmpeg(arguments: list[str], what: str) -> bytes:
+    """Run ffmpeg and return its standard output, or raise ValueError with its first complaint."""
+    done = subprocess.run(_command(arguments), capture_output=True)
     if done.returncode:
-        said = (done.stderr.decode(errors="replace").strip() or "nothing").splitlines()[0]
-        said = re.sub(r"^\[.*?\] ", "", said)  # which part of ffmpeg speaks, and its address in memory
-        raise error(f"{what}: ffmpeg says: {said}")
+        raise ValueError(f"{what}: ffmpeg says: {_first_complaint(done.stderr)}")
     return done.stdout

@@ -53,12 +53,13 @@ def stream(
     *,
     frames: int | None = None,
     context: Any = None,
+    to_continue: bool = True,
 ) -> Iterator[Chunk]:
     """Generate ``chunks`` (bounds in frames) one after another and yield each as soon as it is clean.
 
     ``levels`` are the warped noise levels; ``draw`` gives all noise; ``frames`` trims the end; ``context`` continues
-    a stream. S levels cost S + 1 forwards a chunk; the refresh of the last chunk is made too, so that the yielded
-    context can always be continued.
+    a stream. S levels cost S + 1 forwards a chunk, the refresh included; ``to_continue=False`` saves that of the last
+    chunk, whose context then ends before it.
     """
     context = denoiser.start() if context is None else context
     for start, stop in chunks:
@@ -70,7 +71,8 @@ def stream(
             if step + 1 < len(levels):
                 mean, std = consistency(x0, levels[step + 1])
                 x = mean + std * draw(index, step + 1, "renoise")
-        context = denoiser.refresh(x0, context)
+        if to_continue or (start, stop) != chunks[-1]:
+            context = denoiser.refresh(x0, context)
         keep = stop - start if frames is None else min(stop, frames) - start
         yield Chunk(index, start, x0[:, :keep], context)
 

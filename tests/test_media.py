@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 from arvideo_rl import media
-from arvideo_rl.media import contact_sheet, read_video, side_by_side, to_uint8, write_video
+from arvideo_rl.media import contact_sheet, read_video, side_by_side, to_uint8, write_video, writing
 
 COLOURS = torch.tensor([[0.9, 0.1, 0.1], [0.1, 0.8, 0.2], [0.2, 0.2, 0.9], [0.5, 0.5, 0.5], [1, 1, 1], [0, 0, 0]])
 MP4_MEAN = 0.012  # mean colour of a frame, at crf 12 with halved chroma: three levels of 255
@@ -151,11 +152,42 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         target.write_bytes(before[:10])
         raise OSError("disk full")
 
-    monkeypatch.setattr(media, "_encode", lambda target, *_, **__: half(target))
+    monkeypatch.setattr(media._Encoder, "finish", lambda self: half(Path(self.process.args[-1])))
     monkeypatch.setattr(Image.Image, "save", lambda self, target: half(target))
     with pytest.raises(OSError, match="disk full"):
         write_video(path, clip(), 16)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.png"])
+def test_pieces_give_the_same_file_as_the_whole(tmp_path, name):
+    video = clip()
+    write_video(tmp_path / name, video, 16, scale=3)
+    with writing(tmp_path / f"pieces-{name}", 16, scale=3) as add:
+        for piece in (video[:3], video[3:4], video[4:6]):
+            add(piece)
+    assert (tmp_path / f"pieces-{name}").read_bytes() == (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.png"])
+def test_a_broken_off_video_leaves_no_file_and_no_process(tmp_path, name):
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / name, 16) as add:
+        add(clip())
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert not children.exists() or "ffmpeg" not in " ".join(
+        Path(f"/proc/{pid}/comm").read_text() for pid in children.read_text().split()
+    )
+
+
+def test_a_video_has_frames_and_one_size(tmp_path):
+    with pytest.raises(ValueError, match="a.mp4: no frame"), writing(tmp_path / "a.mp4", 16):
+        pass
+    with pytest.raises(ValueError, match="frame of 10x8 after frames of 8x8"), writing(tmp_path / "a.mp4", 16) as add:
+        add(torch.rand(2, 3, 8, 8))
+        add(torch.rand(2, 3, 8, 10))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failing_ffmpeg_is_an_error(tmp_path, monkeypatch):

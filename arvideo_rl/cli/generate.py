@@ -15,7 +15,7 @@ from arvideo_rl.config import load
 class GenerateConfig:
     """What ``arvideo generate`` reads."""
 
-    generator: str = "tiny"  # a shipped name, a generator folder, a run directory or a checkpoint in one
+    generator: str = "tiny"  # a shipped name, a generator folder, a run, RUN@best or RUN@STEP
     prompt: str = ""  # one prompt; or give prompts=FILE
     prompts: str = ""  # .txt with a prompt a line, or .jsonl with {"prompt", "actions"} a line
     actions: str = ""  # for prompt=, e.g. 'turn left*6, forward*9'; frame 0 has none
@@ -111,11 +111,11 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
                 list(one.texts), one.actions if takes_actions else None, tuple((f, [p]) for f, p in switches)
             )
             draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape, generator.transformer.device)
-            parts = []
-            for chunk in stream(Denoiser(model, window, script), chunks, streaming.levels, draw, frames=frames):
-                parts.append(generator.codec.decode(chunk.latents)[0])
-                bar.advance(task)
-            media.write_video(path, torch.cat(parts), streaming.fps, scale=config.scale)
+            denoiser = Denoiser(model, window, script, fixed=True)
+            with media.writing(path, streaming.fps, config.scale) as add:
+                for chunk in stream(denoiser, chunks, streaming.levels, draw, frames=frames, to_continue=False):
+                    add(generator.codec.decode(chunk.latents)[0])
+                    bar.advance(task)
             made = {"prompt": one.texts[0], "actions": one.actions[0, 1:frames].tolist(), "switch": switches,
                     "fps": streaming.fps, "seed": config.seed, "index": i, "generator": config.generator}  # fmt: skip
             write_json(path.with_name(path.name + ".json"), made)

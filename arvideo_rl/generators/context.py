@@ -57,11 +57,13 @@ class Context:
     text: Tensor | None = None  # [B, tokens, text dim], zeros past the true length
     actions: Tensor | None = None  # [B, chunk] int64
     adjacent: bool = False  # sinks sit right before the recent frames instead of at their own positions
+    read: dict | None = field(default=None, repr=False, compare=False)  # the text's keys and values, if remembered
     _rotated: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def condition(self, text: Tensor, actions: Tensor | None) -> Context:
-        """The same past with the prompt and actions in force for the next chunk."""
-        return replace(self, text=text, actions=actions)
+    def condition(self, text: Tensor, actions: Tensor | None, read: dict | None = None) -> Context:
+        """The same past with the prompt and actions in force for the next chunk. ``read`` is where a forward without
+        gradient leaves what it computes of the text alone, for the next; it must belong to one text and one policy."""
+        return replace(self, text=text, actions=actions, read=read)
 
     def held(self) -> tuple[int, ...]:
         """Absolute indices of the frames held, oldest first."""

@@ -7,7 +7,7 @@ context of an update is by construction the context of the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ class Script:
     texts: tuple[tuple[int, Tensor], ...]  # (from frame, [B, tokens, dim]), the first from frame 0, ascending
     actions: Tensor | None = None  # [B, F] int64, or None for a generator without actions
 
-    def text_at(self, frame: int) -> Tensor:
-        """The embedding in force for the chunk that starts at ``frame``."""
-        return [text for start, text in self.texts if start <= frame][-1]
+    def prompt_at(self, frame: int) -> tuple[int, Tensor]:
+        """What is in force for the chunk that starts at ``frame``: since which frame, and its embedding."""
+        return [(start, text) for start, text in self.texts if start <= frame][-1]
 
     def actions_in(self, start: int, stop: int) -> Tensor | None:
         """Actions of frames [start, stop); past the end of the script there are none (0)."""
@@ -42,11 +42,14 @@ class Script:
 
 @dataclass(frozen=True)
 class Denoiser:
-    """``model(x, t, context, write=)`` plus a window and a script."""
+    """``model(x, t, context, write=)`` plus a window and a script. ``fixed`` promises that ``model`` is one policy
+    whose weights do not change while this object lives: then a prompt's keys and values are computed only once."""
 
     model: Callable[..., Prediction]
     window: Window
     script: Script
+    fixed: bool = False
+    _read: dict[int, dict] = field(default_factory=dict, repr=False, compare=False)  # by the prompt's first frame
 
     def start(self) -> Context:
         """An empty context."""
@@ -55,7 +58,9 @@ class Denoiser:
     def enter(self, context: Context) -> Context:
         """Put the prompt and actions of the next chunk in force."""
         a, b = context.position, context.position + self.window.chunk
-        return context.condition(self.script.text_at(a), self.script.actions_in(a, b))
+        start, text = self.script.prompt_at(a)
+        read = self._read.setdefault(start, {}) if self.fixed else None
+        return context.condition(text, self.script.actions_in(a, b), read)
 
     def denoise(self, x: Tensor, t: float, context: Context) -> Tensor:
         """Predict the clean chunk from x [B, F, C, H, W] at noise level t."""

@@ -21,7 +21,7 @@ def _angles(positions: Tensor, dim: int) -> Tensor:
     return positions.double()[:, None] * inverse
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def rotation(frames: tuple[int, ...], height: int, width: int, dim: int, device: torch.device) -> Tensor:
     """Unit complex factors [F * height * width, 1, D / 2] for tokens of the frames at the given positions."""
     space = 2 * (dim // 6)

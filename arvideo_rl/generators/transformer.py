@@ -97,7 +97,7 @@ class CausalWan(WanTransformer3DModel):
 
         temb = self._time(t, context.actions, copies)  # [B, F, E]
         modulation = self.condition_embedder.time_proj(torch.nn.functional.silu(temb)).unflatten(-1, (6, -1))
-        text = self.condition_embedder.text_embedder(context.text)
+        texts = self._texts(context)
 
         h = self.patch_embedding(x.transpose(1, 2).to(self.patch_embedding.weight.dtype))
         h = h.flatten(3).permute(0, 2, 3, 1)  # [B, F, L, E]
@@ -114,7 +114,7 @@ class CausalWan(WanTransformer3DModel):
         kept = []
         for i, block in enumerate(self.blocks):
             run = partial(_block, block, copies=copies)
-            args = (h, modulation, text, here, past[i] if past else None)
+            args = (h, modulation, texts[i], here, past[i] if past else None)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 h, *kv = self._gradient_checkpointing_func(run, *args)
             else:
@@ -150,6 +150,16 @@ class CausalWan(WanTransformer3DModel):
             raise ValueError("this generator takes no actions (num_actions is 0), but actions were given")
         return temb
 
+    def _texts(self, context: Context) -> tuple[Tensor | tuple[Tensor, Tensor], ...]:
+        """What each block reads of the prompt: the projected text, or where the context lets it be remembered and no
+        gradient is asked for, the block's keys and values."""
+        if context.read is None or torch.is_grad_enabled():
+            return (self.condition_embedder.text_embedder(context.text),) * len(self.blocks)
+        if not context.read:
+            text = self.condition_embedder.text_embedder(context.text)
+            context.read.update(enumerate(_keys_of_text(block.attn2, text) for block in self.blocks))
+        return tuple(context.read.values())
+
     def _unpatch(self, out: Tensor, grid: tuple[int, int]) -> Tensor:
         """[B, F, L, p_h * p_w * C] -> [B, F, C, H, W]."""
         _, p_h, p_w = self.config.patch_size
@@ -163,7 +173,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, out: nn.Module) -> Tensor
 
 
 def _block(
-    block: Any, h: Tensor, modulation: Tensor, text: Tensor, here: Tensor, past: Past, *, copies: int
+    block: Any, h: Tensor, modulation: Tensor, text: Any, here: Tensor, past: Past, *, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One Wan block on h [B, F, L, E]; also returns the chunk's un-rotated keys and its values [B, F*L, N, D].
 
@@ -189,7 +199,7 @@ def _block(
 
     a = block.attn2
     x = block.norm2(h.float()).type_as(h).flatten(1, 2)
-    text_k, text_v = split(a.norm_k(a.to_k(text))), split(a.to_v(text))
+    text_k, text_v = text if isinstance(text, tuple) else _keys_of_text(a, text)
     if copies > 1:
         text_k, text_v = text_k.repeat(copies, 1, 1, 1), text_v.repeat(copies, 1, 1, 1)
     h = h + _attend(split(a.norm_q(a.to_q(x))), text_k, text_v, a.to_out[0]).view_as(h)
@@ -197,6 +207,13 @@ def _block(
     x = (block.norm3(h.float()) * (1 + scale_f) + shift_f).type_as(h)
     h = (h.float() + block.ffn(x).float() * gate_f).type_as(h)
     return h, key, value
+
+
+def _keys_of_text(attention: Any, text: Tensor) -> tuple[Tensor, Tensor]:
+    """A prompt's keys and values [B, tokens, N, D] in one block's cross-attention."""
+    heads = (attention.heads, -1)
+    key = attention.norm_k(attention.to_k(text)).unflatten(-1, heads)
+    return key, attention.to_v(text).unflatten(-1, heads)
 
 
 def _join(past: Tensor, here: Tensor, copies: int) -> Tensor:

@@ -13,6 +13,7 @@ Shape letters: B clips, M noise levels per chunk, F frames, C H W latent.
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +30,9 @@ from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
-from arvideo_rl.world.dataset import SIZE, Clips, load_clips
+from arvideo_rl.training.checkpoints import aside, load_checkpoint, newest, save_checkpoint, tidy
+from arvideo_rl.training.interrupt import Stop
+from arvideo_rl.world.dataset import SIZE, SWITCHES, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS, WORDS
 from samplers.kernels import forward
 from samplers.schedule import shift_level
@@ -54,6 +57,7 @@ class DistillConfig:
     seed: int = 0
     steps: int = 2600
     clips: int = 8192  # rendered once and cached
+    switch_clips: int = 2048  # more clips, in which the prompt changes on the way; 0 = none
     batch: int = 3  # clips per step
     levels: int = 2  # noise levels per chunk, stratified
     muon_lr: float = 4e-3  # hidden matrices
@@ -64,23 +68,29 @@ class DistillConfig:
     train_shift: float = 4.0  # warps uniform noise levels towards 1, where motion is decided; 1 = uniform
     pure_noise: float = 0.2  # share of rows at exactly t = 1, where the few-step sampler starts
     floor: float = 0.5  # of t in the loss weight
+    first_weight: float = 2.0  # of the first chunk's loss, where it is decided what there is to see; later chunks: 1
     history_noise: float = 0.08  # at most this much noise is mixed into refreshed chunks
     own_history: float = 0.5  # share of clips whose history is the network's own prediction
     own_history_from: float = 0.7  # share of the steps after which that begins
     drop_actions: float = 0.15  # share of clips trained with no actions, so that captions alone can steer
     save_every: int = 100
+    keep_last: int = 2  # checkpoints kept
     network: Network = field(default_factory=Network)
     streaming: Streaming = field(default_factory=Streaming)
 
 
-FREE_ON_RESUME = ("out", "save_every")  # steps is not free: the rates fall towards its end
+FREE_ON_RESUME = ("out", "save_every", "keep_last")  # steps is not free: the rates fall towards its end
 
 
 def check(config: DistillConfig) -> None:
     """Refuse what cannot be trained, in one line."""
-    for key in ("steps", "clips", "batch", "levels", "warmup", "save_every"):
+    for key in ("steps", "clips", "batch", "levels", "warmup", "save_every", "keep_last"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key}={getattr(config, key)}: use 1 or more")
+    if config.switch_clips < 0:
+        raise ValueError(f"switch_clips={config.switch_clips}: use 0 or more")
+    if not 0 < config.first_weight < float("inf"):
+        raise ValueError(f"first_weight={config.first_weight}: use a finite number above 0")
     if config.streaming.size != SIZE:
         raise ValueError(f"streaming.size={config.streaming.size}: the world is rendered at {SIZE}")
     if config.network.dim < 32 or config.network.dim % 32:
@@ -133,16 +143,19 @@ def draw_levels(rng: np.random.Generator, rows: int, config: DistillConfig) -> T
 
 
 def clip_loss(
-    generator: Generator, pixels: Tensor, captions: list[str], actions: Tensor, step: int, config: DistillConfig
+    generator: Generator, clips: Clips, rows: np.ndarray, step: int, config: DistillConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss of one batch of clips (pixels [B, T, 3, H, W] in [0, 1]) and its parts by noise level."""
+    """Loss of the clips in ``rows`` and its parts by noise level."""
     rng = np.random.default_rng((config.seed, step, 1))
-    latents = generator.codec.encode(pixels)
+    latents = generator.codec.encode(clips.batch(rows))
     b = latents.shape[0]
-    text = generator.text_encoder(generator.text_encoder.tokens(captions))
-    actions = torch.where(torch.from_numpy(rng.random(b) < config.drop_actions)[:, None], 0, actions)
+    words = generator.text_encoder
+    texts = {f: clips.captions_at(rows, f) for f in (0, *SWITCHES)}
+    changes = [f for i, f in enumerate(texts) if i == 0 or texts[f] != list(texts.values())[i - 1]]
+    encoded = tuple((f, words(words.tokens(texts[f]))) for f in changes)
+    actions = torch.where(torch.from_numpy(rng.random(b) < config.drop_actions)[:, None], 0, clips.actions[rows])
     window = generator.streaming.attention_window()
-    denoiser = Denoiser(generator.transformer, window, Script(((0, text),), actions))
+    denoiser = Denoiser(generator.transformer, window, Script(encoded, actions))
     own = torch.from_numpy(rng.random(b) < config.own_history * (step >= config.own_history_from * config.steps))
     context, total, parts = window.start(), torch.zeros(()), []
     bounds = window.chunks(latents.shape[1])
@@ -154,7 +167,8 @@ def clip_loss(
         x = forward(x0, noise, t[:, :, None, None, None, None]).flatten(0, 1)
         out = generator.transformer(x, t.flatten(), context).x0.unflatten(0, (config.levels, b))
         error = (out - x0).square().mean((2, 3, 4, 5))  # [M, B]
-        total = total + (error / t.clamp_min(config.floor) ** 2).mean()
+        weight = config.first_weight if start == 0 else 1.0
+        total = total + weight * (error / t.clamp_min(config.floor) ** 2).mean()
         parts.append(torch.stack([t.flatten(), error.detach().flatten()], -1))
 
         history = torch.where(own[:, None, None, None, None], out[0].detach(), x0)
@@ -169,10 +183,12 @@ def clip_loss(
         inside = (seen[:, 0] > low) & (seen[:, 0] <= high)
         if inside.any():
             metrics[f"x0_error/t{min(high, 1.0):.2f}"] = seen[inside, 1].mean().item()
-    return total / len(bounds), metrics
+    return total / (len(bounds) - 1 + config.first_weight), metrics
 
 
-def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Path, progress: bool = True) -> None:
+def train(
+    generator: Generator, clips: Clips, config: DistillConfig, folder: Path, stop: Stop, progress: bool = True
+) -> None:
     """Train in place and leave the moving average in ``generator``; continues from ``folder`` when it can."""
     parameters = {
         f"{name}.{k}": p
@@ -181,13 +197,12 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
     }
     average = {k: p.detach().clone() for k, p in parameters.items()}
     opts = optimizers(generator, config)
-    first = _resume(folder, parameters, average, opts)
+    first, spent = _resume(folder, parameters, average, opts, config.keep_last)
     log = rundir.rows(folder / "metrics.jsonl", "step", first)
-    begun = time.time()
+    begun = time.time() - spent
     for step in track(range(first, config.steps), "training", disable=not progress or hidden()):
         rows = np.random.default_rng((config.seed, step)).integers(0, len(clips.captions), config.batch)
-        captions = [clips.captions[i] for i in rows]
-        loss, metrics = clip_loss(generator, clips.batch(rows), captions, clips.actions[rows], step, config)
+        loss, metrics = clip_loss(generator, clips, rows, step, config)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         if not torch.isfinite(norm):
@@ -202,44 +217,60 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
         row = {"step": step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": time.time() - begun, **metrics}
         log.write(json.dumps(row) + "\n")
         log.flush()
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            _save(folder, step + 1, parameters, average, opts)
+        if stop.asked() or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            os.fsync(log.fileno())
+            _save(folder, step + 1, parameters, average, opts, row["seconds"], config.keep_last)
+        if stop.asked():
+            raise stop.interrupted(f"saved after step {step + 1} of {config.steps}")
     with torch.no_grad():
         for k, p in parameters.items():
             p.copy_(average[k])
 
 
-def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list) -> None:
+def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list, seconds: float, keep_last: int) -> None:
     tensors = {f"live.{k}": p.detach() for k, p in parameters.items()} | {f"ema.{k}": p for k, p in average.items()}
-    rundir.save_checkpoint(folder, step, tensors, [opt.state_dict() for opt in opts], {}, keep=1)
+    states = [opt.state_dict() for opt in opts]
+    save_checkpoint(folder, step, tensors, states, {"seconds": seconds}, keep_last=keep_last)
 
 
-def _resume(folder: Path, parameters: dict, average: dict, opts: list) -> int:
-    found = rundir.checkpoints(folder)
-    if not found:
-        return 0
-    tensors, states, state = rundir.load_checkpoint(found[-1])
+def _resume(folder: Path, parameters: dict, average: dict, opts: list, keep_last: int) -> tuple[int, float]:
+    """(steps done, seconds spent on them); clears away what a run that died left in ``folder``."""
+    found = newest(folder, load_checkpoint, print)
+    tidy(folder, found and found.path, keep_last)
+    if found is None:
+        return 0, 0.0
     with torch.no_grad():
         for k, p in parameters.items():
-            p.copy_(tensors[f"live.{k}"])
-            average[k].copy_(tensors[f"ema.{k}"])
-    for opt, data in zip(opts, states):
+            p.copy_(found.tensors[f"live.{k}"])
+            average[k].copy_(found.tensors[f"ema.{k}"])
+    for opt, data in zip(opts, found.optimizer):
         opt.load_state_dict(data)
-    return state["step"]
+    print(f"continuing {folder} after step {found.state['step']}")
+    return found.state["step"], found.state.get("seconds", 0.0)
 
 
 def run(config: DistillConfig, progress: bool = True) -> Path:
-    """Train and write the generator to ``<out>/generator``; returns that folder."""
+    """Train and write the generator to ``<out>/generator``; returns that folder. A finished run is left as it is;
+    Interrupted, after saving, on Ctrl-C or SIGTERM."""
     check(config)
-    folder = Path(config.out)
-    rundir.look(folder, "distill", asdict(config), FREE_ON_RESUME)
-    rundir.claim(folder, "distill", asdict(config), FREE_ON_RESUME)
-    rundir.start(folder, None, asdict(config))
-    clips = load_clips(0, config.clips, frames=config.streaming.trained_frames, progress=progress)
-    generator = build(config)
-    train(generator, clips, config, folder, progress)
-    generator.save(folder / "generator", torch.float16)
-    return folder / "generator"
+    folder, written = Path(config.out), Path(config.out) / "generator"
+    if rundir.look(folder, "distill", asdict(config), FREE_ON_RESUME) and written.is_dir():
+        print(f"{folder} is finished; its schedule ends with steps={config.steps}, to train more take another out=")
+        return written
+    with Stop(f"arvideo distill {folder / 'config.yaml'}") as stop:
+        rundir.claim(folder, "distill", asdict(config), FREE_ON_RESUME)
+        rundir.start(folder, None, asdict(config))
+        frames = config.streaming.trained_frames
+        clips = load_clips(0, config.clips, frames=frames, progress=progress)
+        if config.switch_clips:
+            switches = load_clips(config.clips, config.switch_clips, frames=frames, style="switch", progress=progress)
+            clips = Clips.join(clips, switches)
+        generator = build(config)
+        with stop.later():
+            train(generator, clips, config, folder, stop, progress)
+        with aside(written) as draft:
+            generator.save(draft, torch.float16)
+    return written
 
 
 def plan(config: DistillConfig) -> dict[str, str]:
@@ -249,10 +280,11 @@ def plan(config: DistillConfig) -> dict[str, str]:
     count = sum(p.numel() for p in generator.transformer.parameters())
     chunks = len(generator.streaming.attention_window().chunks(config.streaming.trained_frames))
     rows = config.batch * (config.levels + 1)
-    size = config.clips * config.streaming.trained_frames * 3 * config.streaming.size**2
+    number = config.clips + config.switch_clips
+    size = number * config.streaming.trained_frames * 3 * config.streaming.size**2
     return {
         "parameters": f"{count:,} (float16 on disk: {2 * count / 2**20:.1f} MiB)",
         "noise levels of the sampler": ", ".join(f"{t:.4g}" for t in generator.streaming.levels),
         "forwards per step": f"{chunks} chunks x {rows} rows",
-        "clips on disk": f"{config.clips} clips, {size / 2**20:.0f} MiB, rendered once",
+        "clips on disk": f"{number} clips, {size / 2**20:.0f} MiB, rendered once",
     }

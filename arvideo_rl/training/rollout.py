@@ -22,9 +22,9 @@ def roll_out(generator: Generator, model, prompts: Prompts, keys: list[Key], fra
     takes_actions = generator.transformer.action_embedding is not None
     script = generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
     draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
-    denoiser = Denoiser(model, window, script)
-    latents = torch.cat([c.latents for c in stream(denoiser, window.chunks(frames), streaming.levels, draw)], 1)
-    return Record(latents, script, keys, groups)
+    denoiser = Denoiser(model, window, script, fixed=True)
+    chunks = stream(denoiser, window.chunks(frames), streaming.levels, draw, to_continue=False)
+    return Record(torch.cat([c.latents for c in chunks], 1), script, keys, groups)
 
 
 def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:

@@ -53,7 +53,7 @@ def test_a_loaded_generator_predicts_the_same(generator, folder, randn):
     outputs = []
     for g in (generator, loaded):
         script = g.script(["a red ball"], torch.tensor([[0, 1, 2]]))
-        context = Window().start().condition(script.text_at(0), script.actions_in(0, 3))
+        context = Window().start().condition(script.prompt_at(0)[1], script.actions_in(0, 3))
         with torch.no_grad():
             outputs.append(g.transformer(x, torch.tensor([0.5]), context).x0)
     assert torch.equal(*outputs)
@@ -125,8 +125,8 @@ def test_the_script_holds_a_prompt_switch(generator):
     script = generator.script(["a red ball"], None, ((6, ["a blue ball"]),))
     with torch.no_grad():
         expected = generator.text_encoder(generator.text_encoder.tokens(["a blue ball"]))
-    assert torch.equal(script.text_at(6), expected) and not torch.equal(script.text_at(5), expected)
-    assert not script.text_at(6).requires_grad
+    assert torch.equal(script.prompt_at(6)[1], expected) and not torch.equal(script.prompt_at(5)[1], expected)
+    assert not script.prompt_at(6)[1].requires_grad
 
 
 def test_the_codec_inverts_and_clamps(randn):

@@ -7,6 +7,8 @@ import torch
 
 from arvideo_rl.generators.context import Context, Span, Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from samplers.randomness import Key
+from samplers.stream import draw_from, stream
 
 CLOSE = dict(rtol=0, atol=1e-5)
 
@@ -169,7 +171,7 @@ def test_rows_of_a_span_and_a_script_are_those_streams(randn, tiny):
 def test_a_script_switches_the_prompt_at_its_frame_and_has_no_action_past_its_end(randn):
     first, second = randn(1, 5, 8), randn(1, 5, 8)
     script = Script(((0, first), (6, second)), torch.tensor([[0, 3, 3, 4]]))
-    assert [script.text_at(f) is second for f in (0, 5, 6, 9)] == [False, False, True, True]
+    assert [script.prompt_at(f)[1] is second for f in (0, 5, 6, 9)] == [False, False, True, True]
     assert script.actions_in(3, 6).tolist() == [[4, 0, 0]]
     assert script.actions_in(6, 9).tolist() == [[0, 0, 0]]
 
@@ -190,3 +192,35 @@ def test_what_cannot_be_computed_is_refused_with_its_numbers(case):
     with pytest.raises(ValueError) as error:
         call()
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_remembered_text_changes_nothing_and_is_computed_once_a_prompt(switch, tiny, randn, monkeypatch):
+    model, texts = tiny(), [(0, randn(2, 5, 8)), (6, randn(2, 7, 8))]
+    script = Script(tuple(texts[: 1 + switch]), torch.ones(2, 12, dtype=torch.long))
+    draw = draw_from([Key(1), Key(2)], (3, 3, 4, 4))
+    calls, project = [], model.condition_embedder.text_embedder.forward
+    monkeypatch.setattr(model.condition_embedder.text_embedder, "forward", lambda x: calls.append(1) or project(x))
+
+    def run(fixed):
+        calls.clear()
+        denoiser = Denoiser(model, Window(3, 6, 3), script, fixed=fixed)
+        return torch.cat([c.latents for c in stream(denoiser, denoiser.window.chunks(12), (1.0, 0.5), draw)], 1)
+
+    plain, asked = run(False), len(calls)
+    assert torch.equal(plain, run(True)) and (asked, len(calls)) == (4 * 3, 1 + switch)
+
+
+def test_remembered_text_is_never_used_with_gradient(tiny, randn):
+    model = tiny()
+    denoiser = Denoiser(model, Window(3, 6, 3), Script(((0, randn(1, 5, 8)),), None), fixed=True)
+    context, x = denoiser.enter(denoiser.start()), randn(1, 3, 3, 4, 4)
+    with torch.no_grad():
+        denoiser.denoise(x, 0.5, context)
+    key = model.blocks[0].attn2.to_k.weight
+    with torch.no_grad():
+        key += 1.0  # the weights did change: with gradient, the new ones must answer
+    out = model(x, torch.tensor([0.5]), context).x0
+    fresh = Denoiser(model, Window(3, 6, 3), denoiser.script)
+    torch.testing.assert_close(out, model(x, torch.tensor([0.5]), fresh.enter(fresh.start())).x0)
+    assert torch.autograd.grad(out.sum(), key)[0].abs().max() > 0

@@ -164,3 +164,10 @@ def test_an_earlier_context_can_be_continued_again(make):
 
 def test_the_stream_makes_no_graph(make):
     assert not video(make()).requires_grad
+
+
+def test_the_last_refresh_is_saved_when_nothing_will_continue():
+    mock = Recorder()
+    chunks = list(stream(mock, WINDOW.chunks(9), LEVELS, ones, to_continue=False))
+    assert [c for c in mock.calls if c[0] == "refresh"] == [("refresh", 0), ("refresh", 1)]
+    assert [len(c.context) for c in chunks] == [1, 2, 2]

@@ -1,0 +1,105 @@
+"""How a long stream holds up: the same few numbers for every segment, so that drift shows as a trend.
+
+Brightness and contrast say whether the picture fades or burns in, edge energy whether it blurs or breaks up, action
+accuracy whether commands are still obeyed, and the seam whether the picture jumps where chunks meet.
+Shape letters: B streams, T pixel frames, C H W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.progress import hidden
+from arvideo_rl.training.prompts import Prompts
+from arvideo_rl.world.scene import sample_actions
+from rewards.contract import Clips
+from rewards.inverse_dynamics import InverseDynamics
+from samplers.randomness import Key
+from samplers.stream import draw_from, stream
+
+LUMA = (0.299, 0.587, 0.114)
+PICTURE = ("brightness", "contrast", "edges")  # what must not drift
+SEED = 77_000_002
+
+
+def long_actions(streams: int, frames: int, style: str) -> Tensor:
+    """Commands [streams, frames] for as long as the stream runs, the same for every call."""
+    return torch.from_numpy(np.stack([sample_actions(np.random.default_rng(i), frames, style) for i in range(streams)]))
+
+
+def segments(
+    generator: Generator, model: Callable, prompts: Prompts, actions: Tensor, segment: int
+) -> list[dict[str, Tensor]]:
+    """Stream every prompt under its actions [B, T] and measure each ``segment`` frames as they come (memory does not
+    grow with T). Returns one dict per segment of values [B]: brightness (mean luma, 0 to 1), contrast (its standard
+    deviation over a frame), edges (mean difference of neighbouring pixels), motion (mean change between frames), seam
+    (change into the first frame of a chunk over the change into the others; 1 = no jump) and actions (accuracy of the
+    held-out judge). ValueError unless segments are whole chunks, two at least."""
+    settings = generator.streaming
+    if segment % settings.chunk or segment < 2 * settings.chunk:
+        raise ValueError(
+            f"segment of {segment} frames: use a multiple of {settings.chunk}, {2 * settings.chunk} or more"
+        )
+    judge = InverseDynamics("idm_heldout", score="accuracy")
+    window = settings.attention_window()
+    takes_actions = generator.transformer.action_embedding is not None
+    script = generator.script(list(prompts.texts), actions if takes_actions else None)
+    keys = [Key(SEED, 0, p) for p in prompts.ids]
+    draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
+    chunks = window.chunks(actions.shape[1])
+    denoiser = Denoiser(model, window, script, fixed=True)
+    out, held = [], []
+    for chunk in track(stream(denoiser, chunks, settings.levels, draw), "streaming", len(chunks), disable=hidden()):
+        held.append(generator.codec.decode(chunk.latents).float().cpu())
+        done = chunk.start + settings.chunk
+        if done % segment == 0 or done >= actions.shape[1]:
+            pixels, first = torch.cat(held, 1), done - settings.chunk * len(held)
+            out.append(
+                measure(pixels, actions[:, first : first + pixels.shape[1]], settings.chunk, judge, settings.fps)
+            )
+            held = []
+    return out
+
+
+def measure(pixels: Tensor, actions: Tensor, chunk: int, judge: InverseDynamics, fps: float) -> dict[str, Tensor]:
+    """One segment: pixels [B, T, 3, H, W] in [0, 1] that begins with a chunk, actions [B, T] into each frame."""
+    luma = (pixels * torch.tensor(LUMA)[:, None, None]).sum(2)
+    across = (pixels[..., 1:] - pixels[..., :-1]).abs().mean((1, 2, 3, 4))
+    down = (pixels[..., 1:, :] - pixels[..., :-1, :]).abs().mean((1, 2, 3, 4))
+    change = (pixels[:, 1:] - pixels[:, :-1]).abs().mean((2, 3, 4))  # [B, T-1], into frames 1 ..
+    into_first = torch.arange(1, pixels.shape[1]) % chunk == 0
+    clips = Clips(
+        frames=pixels, fps=fps, prompts=[""] * len(pixels), actions=actions[:, 1 : pixels.shape[1]].contiguous()
+    )
+    return {
+        "brightness": luma.mean((1, 2, 3)),
+        "contrast": luma.std((2, 3), correction=0).mean(1),
+        "edges": (across + down) / 2,
+        "motion": change.mean(1),
+        "seam": change[:, into_first].mean(1) / change[:, ~into_first].mean(1).clamp_min(1e-6),
+        "actions": judge(clips).value,
+    }
+
+
+def verdict(found: list[dict[str, Tensor]], tolerance: float = 0.15, obeyed: float = 0.8) -> list[str]:
+    """What drifted, as sentences; empty = nothing. Pictures: every segment's mean over streams within ``tolerance`` of
+    the first's. Actions: the last segment's accuracy at least ``obeyed`` times the first's."""
+    out = []
+    for name in PICTURE:
+        first = found[0][name].mean()
+        ratios = [(s[name].mean() / first).item() for s in found]
+        worst = max(range(len(ratios)), key=lambda i: abs(ratios[i] - 1) if math.isfinite(ratios[i]) else math.inf)
+        if not abs(ratios[worst] - 1) <= tolerance:
+            out.append(f"{name} of segment {worst} is {ratios[worst]:.2f} of the first")
+    kept = (found[-1]["actions"].mean() / found[0]["actions"].mean()).item()
+    if not kept >= obeyed:
+        out.append(f"actions of the last segment are {kept:.2f} of the first")
+    return out
