@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arvideo_rl.generators.context import Context, Window
+from arvideo_rl.generators.switching import remember, switch
 from arvideo_rl.generators.transformer import Prediction
 
 
@@ -57,8 +58,10 @@ class Denoiser:
 
     def enter(self, context: Context) -> Context:
         """Put the prompt and actions of the next chunk in force."""
-        a, b = context.position, context.position + self.window.chunk
+        a, b = context.position, self.window.end_of(context.position)
         start, text = self.script.prompt_at(a)
+        if start == a > 0:
+            context = switch(self.model, self.window, context, text, self.script.actions_in)
         read = self._read.setdefault(start, {}) if self.fixed else None
         return context.condition(text, self.script.actions_in(a, b), read)
 
@@ -70,4 +73,5 @@ class Denoiser:
         """Run the clean chunk at t = 0 and commit its keys and values, detached."""
         out = self.model(x0, torch.zeros(x0.shape[:1], device=x0.device), context, write=True)
         assert out.span is not None
-        return self.window.commit(context, out.span.detach())
+        context = self.window.commit(context, out.span.detach())
+        return remember(self.window, context, x0.detach())
