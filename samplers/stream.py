@@ -24,11 +24,12 @@ class ChunkDenoiser(Protocol):
     def start(self) -> Any:
         """The context of a stream that has not begun."""
 
-    def enter(self, context: Any) -> Any:
-        """Put the condition of the next chunk in force."""
+    def enter(self, context: Any, stop: int | None = None) -> Any:
+        """Put the condition of the next chunk in force, or of the frames up to ``stop`` when several chunks are read
+        at once."""
 
-    def denoise(self, x: Tensor, t: float, context: Any) -> Tensor:
-        """Noisy chunk at level t -> predicted clean chunk."""
+    def denoise(self, x: Tensor, t: float | Tensor, context: Any) -> Tensor:
+        """Noisy frames at level t (one number, or one per frame) -> predicted clean frames."""
 
     def refresh(self, x0: Tensor, context: Any) -> Any:
         """Clean chunk -> the context that also holds it."""

@@ -102,10 +102,11 @@ class CausalWan(WanTransformer3DModel):
         h = self.patch_embedding(x.transpose(1, 2).to(self.patch_embedding.weight.dtype))
         h = h.flatten(3).permute(0, 2, 3, 1)  # [B, F, L, E]
         if self.place_embedding is not None:
-            if self.place_embedding.shape[0] < frames or tuple(self.place_embedding.shape[1:3]) != grid:
+            if tuple(self.place_embedding.shape[1:3]) != grid:
                 known = "x".join(map(str, self.place_embedding.shape[:3]))
                 raise ValueError(f"chunk of {frames}x{grid[0]}x{grid[1]} tokens; this generator knows {known} places")
-            h = h + self.place_embedding[:frames].flatten(1, 2)
+            place = [f % len(self.place_embedding) for f in range(frames)]  # several chunks may be read at once
+            h = h + self.place_embedding[place].flatten(1, 2)
         dim = self.config.attention_head_dim
         positions = tuple(range(context.position, context.position + frames))
         here = rotation(positions, *grid, dim, x.device)
