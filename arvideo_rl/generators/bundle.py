@@ -15,11 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from arvideo_rl.generators.codec import IdentityCodec
+from arvideo_rl.generators.codec import IdentityCodec, WanCodec
 from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Script
+from arvideo_rl.generators.sinks import adaptive, ema
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.generators.umt5 import Umt5
+from arvideo_rl.generators.wan import WanParts, load_parts
 from samplers.schedule import warped_levels
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -38,8 +41,15 @@ class Streaming:
     steps: tuple[float, ...] = (1000, 750, 500, 250)  # nominal denoising steps of 1000
     shift: float = 2.0  # warps the steps into noise levels
     fps: float = 8.0  # pixel frames a second
-    size: int = 32  # pixels, square
+    size: int = 32  # pixels in height, and in width where that is not given
+    width: int | None = None
     trained_frames: int = 18  # longest clip seen in training
+    sinks: str = "static"  # what becomes of the sinks: static, ema or adaptive
+    alpha: float = 0.99  # of ema sinks: what stays of a sink when a frame is folded in
+    threshold: float = 0.2  # of adaptive sinks: similarity below which one is replaced
+    at_switch: str = "keep"  # what happens to the past at a prompt switch (switching.py)
+    keep_sinks: bool = True  # a recache leaves the first prompt's sinks in place
+    first_alone: bool = False  # the first frame is a chunk of its own
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -48,7 +58,12 @@ class Streaming:
 
     def attention_window(self) -> Window:
         """The cache policy."""
-        return Window(self.chunk, self.window, self.sink, self.positions)
+        if self.sinks not in ("static", "ema", "adaptive"):
+            raise ValueError(f"sinks {self.sinks!r} is unknown; choose static, ema or adaptive")
+        fold = {"ema": ema(self.alpha), "adaptive": adaptive(self.threshold)}.get(self.sinks)
+        return Window(
+            self.chunk, self.window, self.sink, self.positions, fold, self.at_switch, self.keep_sinks, self.first_alone
+        )
 
 
 @dataclass
@@ -56,28 +71,29 @@ class Generator:
     """Everything needed to make video from prompts and actions."""
 
     transformer: CausalWan
-    text_encoder: WordEncoder
-    codec: IdentityCodec = field(default_factory=IdentityCodec)
+    text_encoder: WordEncoder | Umt5
+    codec: IdentityCodec | WanCodec = field(default_factory=IdentityCodec)
     streaming: Streaming = field(default_factory=Streaming)
+    said: str = ""  # what was loaded
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """Shape [F, C, H, W] of one chunk."""
-        size = self.streaming.size
-        return self.streaming.chunk, self.transformer.config.in_channels, size, size
+        s, stride = self.streaming, self.codec.stride
+        return s.chunk, self.transformer.config.in_channels, s.size // stride, (s.width or s.size) // stride
 
     @torch.no_grad()
     def script(self, prompts: list[str], actions: Tensor | None = None, switches: tuple = ()) -> Script:
         """Encode prompts (one per stream), actions [B, F] and prompt switches ((frame, prompts), ...)."""
         device = self.transformer.device
         texts = [(0, prompts), *switches]
-        encoded = tuple((f, self.text_encoder(self.text_encoder.tokens(list(p)).to(device))) for f, p in texts)
+        encoded = tuple((f, self.text_encoder.embed(list(p)).to(device)) for f, p in texts)
         return Script(encoded, None if actions is None else actions.to(device))
 
     def to(self, device: torch.device | str) -> Generator:
         """Move the networks; returns self."""
-        self.transformer.to(device)
-        self.text_encoder.to(device)
+        for part in (self.transformer, self.text_encoder, self.codec):
+            part.to(device)
         return self
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -23,6 +23,9 @@ class Codec(Protocol):
     channels: int  # of a latent
     stride: int  # pixels per latent in height and in width
 
+    def to(self, device: torch.device | str) -> Codec:
+        """Move it; returns self."""
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels to latents."""
 
@@ -45,6 +48,10 @@ class IdentityCodec:
 
     channels = 3
     stride = 1
+
+    def to(self, device: torch.device | str) -> IdentityCodec:
+        """It has nothing to move."""
+        return self
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels in [0, 1] to latents of the same shape."""
@@ -73,6 +80,11 @@ class WanCodec:
         self.channels, self.stride = config.z_dim, config.scale_factor_spatial
         self._mean = torch.tensor(config.latents_mean).view(1, -1, 1, 1, 1)
         self._std = torch.tensor(config.latents_std).view(1, -1, 1, 1, 1)
+
+    def to(self, device: torch.device | str) -> WanCodec:
+        """Move the VAE; returns self."""
+        self.vae.to(device)
+        return self
 
     def pixel_frames(self, frames: int) -> int:
         """T = 4 F - 3."""

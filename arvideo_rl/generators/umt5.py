@@ -61,12 +61,23 @@ class Umt5:
     def _encode(self, prompt: str) -> Tensor:
         """Vectors of the true tokens [n, dim]."""
         if self._model is None:
-            self._model = UMT5EncoderModel.from_pretrained(self.folder, dtype=self.dtype).to(self.device).eval()
+            model, report = UMT5EncoderModel.from_pretrained(self.folder, dtype=self.dtype, output_loading_info=True)
+            absent = sorted(report["missing_keys"])
+            if absent:  # transformers would fill them at random
+                raise ValueError(f"{self.folder} lacks {len(absent)} tensors of the text encoder: {absent[0]} ...")
+            self._model = model.to(self.device).eval()
         tokens = self.tokenizer([prompt], padding="max_length", max_length=self.length, truncation=True,
                                 return_tensors="pt")  # fmt: skip
         ids, mask = tokens["input_ids"].to(self.device), tokens["attention_mask"].to(self.device)
         out = self._model(ids, mask).last_hidden_state[0]
         return out[: int(mask.sum())].cpu().contiguous()
+
+    def to(self, device: torch.device | str) -> Umt5:
+        """Where the encoder is to run."""
+        self.device = device
+        if self._model is not None:
+            self._model.to(device)
+        return self
 
     def forget(self) -> None:
         """Free the encoder's memory; it is loaded again when needed."""
