@@ -136,7 +136,10 @@ def test_a_tensor_too_few_or_too_many_is_refused(name, trained, config):
 def test_a_distillation_is_loaded_by_its_result_and_has_no_alignment_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("ARVIDEO_CACHE", str(tmp_path / "cache"))
     network = Network(dim=32, layers=1, ffn=32, patch=(16, 16), text_dim=16)
-    made = distill(DistillConfig(out=str(tmp_path / "d"), steps=1, clips=4, batch=1, levels=1, network=network), False)
+    made = distill(
+        DistillConfig(out=str(tmp_path / "d"), steps=1, clips=4, switch_clips=0, batch=1, levels=1, network=network),
+        False,
+    )
     _, model, text = load_any(str(tmp_path / "d"))
     assert (
         torch.equal(model.proj_out.weight, Generator.load(made).transformer.proj_out.weight)
