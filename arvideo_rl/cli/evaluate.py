@@ -17,7 +17,7 @@ from arvideo_rl.training.compare import HeldOut
 class EvaluateConfig:
     """What ``arvideo evaluate`` reads."""
 
-    generator: str = "tiny"  # a shipped name, a generator folder, a run directory or a checkpoint in one
+    generator: str = "tiny"  # a shipped name, a generator folder, a run, RUN@best or RUN@STEP
     against: str = ""  # measure this one too, as "before"
     style: str = "joystick"  # actions of the held-out prompts: joystick or smooth
     reward: str = "inverse_dynamics"
@@ -34,6 +34,7 @@ Generates the held-out prompts under fixed noises and measures the reward and ev
 
   arvideo evaluate
   arvideo evaluate generator=runs/quickstart against=tiny
+  arvideo evaluate generator=runs/quickstart@best against=runs/quickstart
 
 keys and defaults
 {keys(EvaluateConfig)}"""

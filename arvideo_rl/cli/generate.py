@@ -15,7 +15,7 @@ from arvideo_rl.config import load
 class GenerateConfig:
     """What ``arvideo generate`` reads."""
 
-    generator: str = "tiny"  # a shipped name, a generator folder, a run directory or a checkpoint in one
+    generator: str = "tiny"  # a shipped name, a generator folder, a run, RUN@best or RUN@STEP
     prompt: str = ""  # one prompt; or give prompts=FILE
     prompts: str = ""  # .txt with a prompt a line, or .jsonl with {"prompt", "actions"} a line
     actions: str = ""  # for prompt=, e.g. 'turn left*6, forward*9'; frame 0 has none

@@ -18,6 +18,8 @@ COMMANDS = {  # name -> (module, one line)
     "score": ("arvideo_rl.cli.score", "score video files with a reward"),
     "rewards": ("arvideo_rl.cli.rewards", "list rewards; train the inverse-dynamics reward"),
     "evaluate": ("arvideo_rl.cli.evaluate", "measure a generator or a run on the held-out prompts"),
+    "status": ("arvideo_rl.cli.status", "say how far runs are and how to continue them"),
+    "convert": ("arvideo_rl.cli.convert", "export a trained policy for diffusers or peft, or merged"),
     "doctor": ("arvideo_rl.cli.doctor", "say what is installed and what is missing"),
 }
 FLAGS = ("--help", "-h", "--dry-run", "--debug", "--version")
@@ -58,14 +60,14 @@ def split(args: list[str]) -> tuple[list[str], list[str], set[str]]:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point; exits 0, 1 (a user's error), 2 (wrong usage) or 130 (interrupted)."""
+    """Entry point; exits 0, 1 (a user's error), 2 (wrong usage), 130 or 143 (interrupted)."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         sys.exit(_run(args))
     except UsageError as error:
         _fail(f"{error}", 2)
-    except KeyboardInterrupt:
-        _fail("interrupted; align and distill continue from their last checkpoint when started again", 130)
+    except KeyboardInterrupt as error:  # a training run says how to continue it and which signal it was
+        _fail(str(error) or "interrupted; align and distill continue when started again", getattr(error, "code", 130))
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)

@@ -38,7 +38,7 @@ class Streaming:
     window: int | None = 12  # frames a chunk attends to, sinks and the chunk itself included
     sink: int = 3  # pinned oldest frames
     positions: str = "adjacent"  # where the sinks are read: adjacent or absolute
-    steps: tuple[float, ...] = (1000, 750, 500, 250)  # nominal denoising steps of 1000
+    steps: tuple[float, ...] = (1000.0, 750.0, 500.0, 250.0)  # nominal denoising steps of 1000
     shift: float = 2.0  # warps the steps into noise levels
     fps: float = 8.0  # pixel frames a second
     size: int = 32  # pixels in height, and in width where that is not given

@@ -40,23 +40,17 @@ class Policies:
             raise ValueError(f"policy kind {config.kind!r} is unknown; choose lora or full")
         self.kind = config.kind
         self.old_is_current = True
+        self._scope = "current"
         transformer.requires_grad_(config.kind == "full").eval()
         self.model = transformer
         self._active: nn.Module = transformer
         if config.kind == "full":
             self._copies = {name: copy.deepcopy(transformer).requires_grad_(False) for name in ("old", "start")}
             return
-        lora = LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, target_modules=_block_linears(transformer, config.targets)
-        )
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for name in ("current", "old"):
-                transformer.add_adapter(lora, adapter_name=name)
-        for key, p in transformer.named_parameters():
-            if "lora_" in key:
-                p.data = p.data.float()
+                _add_adapter(transformer, config, name)
         self.copy("current", "old", keep=0.0)
         transformer.set_adapter("current")
 
@@ -67,7 +61,7 @@ class Policies:
     @contextmanager
     def using(self, name: str) -> Iterator[nn.Module]:
         """Scope in which policy ``name`` answers; also hands out its model. ``old`` and ``start`` must run without
-        gradient and before ``current``."""
+        gradient and before ``current``. Scopes nest: on leaving one, the policy of the one around it answers again."""
         if name not in ("current", "old", "start"):
             raise ValueError(f"policy {name!r} is unknown; choose current, old or start")
         if name != "current" and torch.is_grad_enabled():
@@ -79,16 +73,24 @@ class Policies:
             finally:
                 self._active = outer
             return
-        if name == "old":
-            self.model.set_adapter("old")
-        elif name == "start":
-            self.model.disable_adapters()
+        around = self._scope
+        self._enter(name)
         try:
             yield self.model
         finally:
-            if name == "start":
+            self._enter(around)
+
+    def _enter(self, name: str) -> None:
+        """Make the adapters of policy ``name`` the active ones."""
+        if name == self._scope:
+            return
+        if name == "start":
+            self.model.disable_adapters()
+        else:
+            if self._scope == "start":
                 self.model.enable_adapters()
-            self.model.set_adapter("current")
+            self.model.set_adapter(name)
+        self._scope = name
 
     def parameters(self, name: str = "current") -> dict[str, nn.Parameter]:
         """The parameters that make up ``current`` or ``old``, by name without the policy's."""
@@ -122,32 +124,60 @@ class Policies:
             raise RuntimeError(f"adapter {self.model.active_adapters()} is active at backward instead of current")
 
     def state(self) -> dict[str, Tensor]:
-        """All policy tensors, for a checkpoint."""
+        """All policy tensors, for a checkpoint: the live ones, which change with the policies; clone to keep them."""
         return {f"{n}/{k}": p.detach() for n in ("current", "old") for k, p in self.parameters(n).items()}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor], old_is_current: bool) -> None:
         """Restore what :meth:`state` gave; every tensor must be there with its shape."""
-        mine = self.state()
-        if set(mine) != set(state):
-            odd = sorted(set(mine) ^ set(state))[:3]
-            raise ValueError(f"checkpoint does not fit this policy; differing names: {', '.join(odd)} ...")
-        for key, p in mine.items():
-            if p.shape != state[key].shape:
-                raise ValueError(f"checkpoint does not fit: {key} is {tuple(state[key].shape)}, not {tuple(p.shape)}")
-        for key, p in mine.items():
-            p.copy_(state[key])
+        _fill(self.state(), state)
         self.old_is_current = old_is_current
+
+
+def adapt(transformer: CausalWan, config: PolicyConfig, current: dict[str, Tensor]) -> None:
+    """Make ``transformer`` the trained policy and nothing more: no old one, no copies, nothing to train. ``current``
+    are the tensors that ``Policies.state`` calls current/..., without that prefix; every one must be used."""
+    transformer.requires_grad_(False).eval()
+    if config.kind == "lora":
+        _add_adapter(transformer, config, "current")
+        transformer.requires_grad_(False)
+    tag = ".current.weight" if config.kind == "lora" else ""
+    mine = {k.removesuffix(tag): p for k, p in transformer.named_parameters() if not tag or k.endswith(tag)}
+    _fill(mine, current)
+
+
+@torch.no_grad()
+def _fill(mine: dict[str, nn.Parameter] | dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Copy ``state`` into ``mine``; ValueError, with nothing changed, unless names and shapes are the same."""
+    if not mine or set(mine) != set(state):
+        odd = sorted(set(mine) ^ set(state))[:3]
+        raise ValueError(f"checkpoint does not fit this policy; differing names: {', '.join(odd)} ...")
+    for key, p in mine.items():
+        if p.shape != state[key].shape:
+            raise ValueError(f"checkpoint does not fit: {key} is {tuple(state[key].shape)}, not {tuple(p.shape)}")
+    for key, p in mine.items():
+        p.copy_(state[key])
+
+
+def _add_adapter(transformer: CausalWan, config: PolicyConfig, name: str) -> None:
+    """Add a LoRA adapter in float32 whatever the base is."""
+    lora = LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=_block_linears(transformer, config.targets)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+        transformer.add_adapter(lora, adapter_name=name)
+    for key, p in transformer.named_parameters():
+        if "lora_" in key:
+            p.data = p.data.float()
 
 
 def _block_linears(transformer: nn.Module, suffixes: tuple[str, ...]) -> list[str]:
     for suffix in suffixes:
         if suffix not in LINEARS:
             raise ValueError(f"policy target {suffix!r} is not a linear of the blocks; known: {', '.join(LINEARS)}")
-    names = [
-        k for k, m in transformer.named_modules()
-        if k.startswith("blocks.") and isinstance(m, nn.Linear) and k.endswith(tuple(suffixes))
-    ]  # fmt: skip
+    linears = (k.removesuffix(".base_layer") for k, m in transformer.named_modules() if isinstance(m, nn.Linear))
+    names = [k for k in linears if k.startswith("blocks.") and k.endswith(tuple(suffixes))]
     if not names:
         raise ValueError(f"policy targets {list(suffixes)} match no linear of the blocks; known: {', '.join(LINEARS)}")
     return names

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,10 +18,19 @@ from torch import Tensor
 
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.denoiser import Denoiser
-from arvideo_rl.generators.policies import Policies
+from arvideo_rl.generators.policies import Policies, PolicyConfig
+from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
 from arvideo_rl.objectives.record import Record, context_gap
-from arvideo_rl.training import rundir
+from arvideo_rl.training.checkpoints import (
+    Checkpoint,
+    check_base,
+    fingerprint,
+    load_checkpoint,
+    newest,
+    read_state,
+    save_checkpoint,
+)
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.rollout import clips_of, reward_table, roll_out
 from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, lag_keep
@@ -39,6 +49,7 @@ class Run:
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         self.prompts = training_prompts(config.prompts, config.frames)
         prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
+        self.base = base_of(self.generator.transformer, config.policy)
         self.policies = Policies(self.generator.transformer, config.policy, config.seed)
         self.optimizer = torch.optim.AdamW(
             self.policies.parameters().values(), lr=config.lr, weight_decay=config.weight_decay
@@ -150,17 +161,51 @@ class Run:
             out["train/context_gap"] = gap
         return out
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
+    def save(self, folder: Path, score: float | None = None) -> Path:
+        """Write a checkpoint and drop old ones. ``score`` (higher is better) says how good the policy is by a measure
+        the run was not trained on; the best one is kept whatever its age."""
         state = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
-        rundir.save_checkpoint(folder, self.iteration, self.policies.state(), self.optimizer.state_dict(), state)
+        return save_checkpoint(
+            folder, self.iteration, self.policies.state(), self.optimizer.state_dict(), state,
+            base=self.base, score=score, keep_last=self.config.keep_last,
+        )  # fmt: skip
 
-    def restore(self, path: Path) -> None:
-        """Continue from a checkpoint."""
-        tensors, optimizer, state = rundir.load_checkpoint(path)
-        self.policies.load_state(tensors, state["old_is_current"])
-        self.optimizer.load_state_dict(optimizer)
-        self.iteration, self.seconds = state["step"], state["seconds"]
+    def restore(self, folder: Path) -> Path | None:
+        """Continue from the newest whole checkpoint of run ``folder`` and return its path; None when it has none yet.
+        ValueError when all are damaged, or when it was made on another base."""
+
+        def read(path: Path) -> Checkpoint:
+            check_base(path, read_state(path), self.base, f"generator {self.config.generator}")
+            return load_checkpoint(path)
+
+        found = newest(folder, read, self.accelerator.print)
+        if found is None:
+            return None
+        self.policies.load_state(found.tensors, found.state["old_is_current"])
+        self.optimizer.load_state_dict(found.optimizer)
+        self.iteration, self.seconds = found.state["step"], found.state["seconds"]
+        return found.path
+
+    def check_processes(self) -> None:
+        """RuntimeError unless every process holds the same trained weights and optimizer moments, bit for bit."""
+        if self.accelerator.num_processes == 1:
+            return
+        moments = {f"{i}/{k}": v for i, s in self.optimizer.state_dict()["state"].items() for k, v in s.items()}
+        sums = gather_object([fingerprint(self.policies.state() | moments)])
+        if len(set(sums)) > 1:
+            odd = [i for i, x in enumerate(sums) if x != sums[0]]
+            raise RuntimeError(
+                f"after iteration {self.iteration} process {odd[0]} holds other weights than process 0: gradients were "
+                "not summed over all processes; the last checkpoint is from before"
+            )
+
+
+def base_of(transformer: CausalWan, policy: PolicyConfig) -> dict[str, Any]:
+    """What a checkpoint belongs to: the untrained weights and the shape of what is trained."""
+    out: dict[str, Any] = {"weights": fingerprint(dict(transformer.named_parameters())), "kind": policy.kind}
+    if policy.kind == "lora":
+        out |= {"rank": policy.rank, "alpha": policy.alpha, "targets": list(policy.targets)}
+    return out
 
 
 def _sum_gradients(parameters: list, accelerator: Accelerator) -> None:

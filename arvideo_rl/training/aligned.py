@@ -1,41 +1,101 @@
-"""Load what a command is pointed at: a shipped generator, a generator folder, or an alignment run (its policy)."""
+"""Load what a command is pointed at: a shipped generator, a generator folder, or a checkpoint of a run.
+
+``runs/x`` is the newest checkpoint of a run, ``runs/x@best`` the one with the highest score, ``runs/x@40`` that of step
+40; the folder of a checkpoint names it too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from arvideo_rl.config import ConfigError, load
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.generators.policies import Policies
-from arvideo_rl.generators.transformer import Prediction
-from arvideo_rl.training import rundir
+from arvideo_rl.generators.policies import adapt
+from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.training.align import base_of
+from arvideo_rl.training.checkpoints import check_base, newest, pick, read_state, read_tensors
 from arvideo_rl.training.settings import AlignConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_any(source: str) -> tuple[Generator, Callable[..., Prediction], str]:
-    """(generator, model to call, one line that says what was loaded). ``source`` is a shipped name, a generator
-    folder, a run directory (its newest checkpoint) or one checkpoint folder of a run."""
-    folder = Path(source)
-    step = folder if folder.name.startswith("step-") else None
-    run = folder.parent.parent if step else folder
-    if not (run / "config.yaml").is_file():
-        generator = Generator.load(source).to(DEVICE)
+@dataclass(frozen=True)
+class Aligned:
+    """A trained policy: its generator's transformer carries the adapter ``current``, or the trained weights."""
+
+    generator: Generator
+    config: AlignConfig
+    checkpoint: Path
+    base: dict  # what base_of says of the untrained generator
+    tensors: int  # that were loaded
+
+
+def load_any(source: str) -> tuple[Generator, CausalWan, str]:
+    """(generator, model to call, one line that says what was loaded) for any ``source`` above."""
+    folder, which = split(source)
+    run = run_of(folder)
+    if run is None or kind_of(run) == "distill":
+        if which or (run and run != folder):  # a distillation has one result, whatever its checkpoints
+            known = "a shipped name, a generator folder, a run, or RUN@best" if run is None else str(run)
+            raise ConfigError(f"no alignment checkpoint at {source!r}; give {known}")
+        if run and not (run / "generator" / "generator.json").is_file():
+            raise ConfigError(f"{run} has not finished: continue with arvideo distill {run / 'config.yaml'}")
+        generator = Generator.load(run / "generator" if run else source).to(DEVICE)
         return generator, generator.transformer, f"generator {source}"
+    found = load_aligned(source)
+    text = f"generator {found.config.generator} aligned by {found.checkpoint} ({found.tensors} tensors of "
+    return found.generator, found.generator.transformer, f"{text}{found.config.policy.kind})"
+
+
+def load_aligned(source: str) -> Aligned:
+    """The policy of an alignment run's checkpoint. ValueError when there is none, when it is damaged and was asked for
+    by name, or when it was made on another base; a damaged newest one is told on stderr and the one before is taken."""
+    folder, which = split(source)
+    run = run_of(folder)
+    if run is None or kind_of(run) != "align":
+        raise ConfigError(f"{source!r} is not an alignment run or a checkpoint of one")
     config = load(AlignConfig, str(run / "config.yaml"), [])
-    found = rundir.checkpoints(run)
-    if step is None and not found:
-        raise ConfigError(f"{run} has no complete checkpoint yet")
-    path = step or found[-1]
     generator = Generator.load(config.generator).to(DEVICE)
-    policies = Policies(generator.transformer, config.policy, config.seed)
-    tensors, _, state = rundir.load_checkpoint(path)
-    policies.load_state(tensors, state["old_is_current"])
-    text = (
-        f"generator {config.generator} aligned by {path} ({len(policies.parameters())} tensors of {config.policy.kind})"
-    )
-    return generator, policies, text
+    base = base_of(generator.transformer, config.policy)
+
+    def read(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+        state = read_state(path)
+        check_base(path, state, base, f"generator {config.generator}")
+        return path, read_tensors(path, state, "current/")
+
+    if folder != run:
+        found = read(folder)
+    elif which not in ("", "newest"):
+        found = read(pick(run, which))
+    else:
+        found = newest(run, read, lambda line: print(f"arvideo: {line}", file=sys.stderr))
+    if found is None:
+        raise ConfigError(f"{run} has no complete checkpoint yet")
+    path, tensors = found
+    adapt(generator.transformer, config.policy, {k.removeprefix("current/"): v for k, v in tensors.items()})
+    return Aligned(generator, config, path, base, len(tensors))
+
+
+def split(source: str) -> tuple[Path, str]:
+    """Folder and what stands behind its last @, if a folder is not called that itself."""
+    name, at, which = source.rpartition("@")
+    return (Path(name), which) if at and not Path(source).exists() else (Path(source), "")
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run directory that ``folder`` is or, as a checkpoint, lies in."""
+    for run in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+        if (run / "config.yaml").is_file():
+            return run
+    return None
+
+
+def kind_of(run: Path) -> str:
+    """What kind of run a directory belongs to."""
+    stamp = run / "identity.json"
+    return json.loads(stamp.read_text(encoding="utf-8")).get("kind", "align") if stamp.is_file() else "align"

@@ -156,7 +156,7 @@ def compare(before: Measured, after: Measured, trained: dict[str, float], size: 
     gain: dict[str, Any] = {"name": name, **paired(mixed(before), mixed(after))}
     gain["margin"] = 3 * gain["se"]  # what the gain must exceed
     verifiers: list[dict[str, Any]] = []
-    for key in before.values:
+    for key in after.values:  # in the order measured; "before" may come from a file, which sorts
         if key.startswith("reward/"):
             continue
         verifiers.append({"name": key, **paired(before.values[key], after.values[key])})

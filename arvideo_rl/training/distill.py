@@ -13,6 +13,7 @@ Shape letters: B clips, M noise levels per chunk, F frames, C H W latent.
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
+from arvideo_rl.training.checkpoints import aside, load_checkpoint, newest, save_checkpoint, tidy
+from arvideo_rl.training.interrupt import Stop
 from arvideo_rl.world.dataset import SIZE, SWITCHES, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS, WORDS
 from samplers.kernels import forward
@@ -71,16 +74,17 @@ class DistillConfig:
     own_history_from: float = 0.7  # share of the steps after which that begins
     drop_actions: float = 0.15  # share of clips trained with no actions, so that captions alone can steer
     save_every: int = 100
+    keep_last: int = 2  # checkpoints kept
     network: Network = field(default_factory=Network)
     streaming: Streaming = field(default_factory=Streaming)
 
 
-FREE_ON_RESUME = ("out", "save_every")  # steps is not free: the rates fall towards its end
+FREE_ON_RESUME = ("out", "save_every", "keep_last")  # steps is not free: the rates fall towards its end
 
 
 def check(config: DistillConfig) -> None:
     """Refuse what cannot be trained, in one line."""
-    for key in ("steps", "clips", "batch", "levels", "warmup", "save_every"):
+    for key in ("steps", "clips", "batch", "levels", "warmup", "save_every", "keep_last"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key}={getattr(config, key)}: use 1 or more")
     if config.switch_clips < 0:
@@ -182,7 +186,9 @@ def clip_loss(
     return total / (len(bounds) - 1 + config.first_weight), metrics
 
 
-def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Path, progress: bool = True) -> None:
+def train(
+    generator: Generator, clips: Clips, config: DistillConfig, folder: Path, stop: Stop, progress: bool = True
+) -> None:
     """Train in place and leave the moving average in ``generator``; continues from ``folder`` when it can."""
     parameters = {
         f"{name}.{k}": p
@@ -191,9 +197,9 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
     }
     average = {k: p.detach().clone() for k, p in parameters.items()}
     opts = optimizers(generator, config)
-    first = _resume(folder, parameters, average, opts)
+    first, spent = _resume(folder, parameters, average, opts, config.keep_last)
     log = rundir.rows(folder / "metrics.jsonl", "step", first)
-    begun = time.time()
+    begun = time.time() - spent
     for step in track(range(first, config.steps), "training", disable=not progress or hidden()):
         rows = np.random.default_rng((config.seed, step)).integers(0, len(clips.captions), config.batch)
         loss, metrics = clip_loss(generator, clips, rows, step, config)
@@ -211,48 +217,60 @@ def train(generator: Generator, clips: Clips, config: DistillConfig, folder: Pat
         row = {"step": step, "loss": loss.item(), "grad_norm": norm.item(), "seconds": time.time() - begun, **metrics}
         log.write(json.dumps(row) + "\n")
         log.flush()
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            _save(folder, step + 1, parameters, average, opts)
+        if stop.asked() or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            os.fsync(log.fileno())
+            _save(folder, step + 1, parameters, average, opts, row["seconds"], config.keep_last)
+        if stop.asked():
+            raise stop.interrupted(f"saved after step {step + 1} of {config.steps}")
     with torch.no_grad():
         for k, p in parameters.items():
             p.copy_(average[k])
 
 
-def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list) -> None:
+def _save(folder: Path, step: int, parameters: dict, average: dict, opts: list, seconds: float, keep_last: int) -> None:
     tensors = {f"live.{k}": p.detach() for k, p in parameters.items()} | {f"ema.{k}": p for k, p in average.items()}
-    rundir.save_checkpoint(folder, step, tensors, [opt.state_dict() for opt in opts], {}, keep=1)
+    states = [opt.state_dict() for opt in opts]
+    save_checkpoint(folder, step, tensors, states, {"seconds": seconds}, keep_last=keep_last)
 
 
-def _resume(folder: Path, parameters: dict, average: dict, opts: list) -> int:
-    found = rundir.checkpoints(folder)
-    if not found:
-        return 0
-    tensors, states, state = rundir.load_checkpoint(found[-1])
+def _resume(folder: Path, parameters: dict, average: dict, opts: list, keep_last: int) -> tuple[int, float]:
+    """(steps done, seconds spent on them); clears away what a run that died left in ``folder``."""
+    found = newest(folder, load_checkpoint, print)
+    tidy(folder, found and found.path, keep_last)
+    if found is None:
+        return 0, 0.0
     with torch.no_grad():
         for k, p in parameters.items():
-            p.copy_(tensors[f"live.{k}"])
-            average[k].copy_(tensors[f"ema.{k}"])
-    for opt, data in zip(opts, states):
+            p.copy_(found.tensors[f"live.{k}"])
+            average[k].copy_(found.tensors[f"ema.{k}"])
+    for opt, data in zip(opts, found.optimizer):
         opt.load_state_dict(data)
-    return state["step"]
+    print(f"continuing {folder} after step {found.state['step']}")
+    return found.state["step"], found.state.get("seconds", 0.0)
 
 
 def run(config: DistillConfig, progress: bool = True) -> Path:
-    """Train and write the generator to ``<out>/generator``; returns that folder."""
+    """Train and write the generator to ``<out>/generator``; returns that folder. A finished run is left as it is;
+    Interrupted, after saving, on Ctrl-C or SIGTERM."""
     check(config)
-    folder = Path(config.out)
-    rundir.look(folder, "distill", asdict(config), FREE_ON_RESUME)
-    rundir.claim(folder, "distill", asdict(config), FREE_ON_RESUME)
-    rundir.start(folder, None, asdict(config))
-    frames = config.streaming.trained_frames
-    clips = load_clips(0, config.clips, frames=frames, progress=progress)
-    if config.switch_clips:
-        switches = load_clips(config.clips, config.switch_clips, frames=frames, style="switch", progress=progress)
-        clips = Clips.join(clips, switches)
-    generator = build(config)
-    train(generator, clips, config, folder, progress)
-    generator.save(folder / "generator", torch.float16)
-    return folder / "generator"
+    folder, written = Path(config.out), Path(config.out) / "generator"
+    if rundir.look(folder, "distill", asdict(config), FREE_ON_RESUME) and written.is_dir():
+        print(f"{folder} is finished; its schedule ends with steps={config.steps}, to train more take another out=")
+        return written
+    with Stop(f"arvideo distill {folder / 'config.yaml'}") as stop:
+        rundir.claim(folder, "distill", asdict(config), FREE_ON_RESUME)
+        rundir.start(folder, None, asdict(config))
+        frames = config.streaming.trained_frames
+        clips = load_clips(0, config.clips, frames=frames, progress=progress)
+        if config.switch_clips:
+            switches = load_clips(config.clips, config.switch_clips, frames=frames, style="switch", progress=progress)
+            clips = Clips.join(clips, switches)
+        generator = build(config)
+        with stop.later():
+            train(generator, clips, config, folder, stop, progress)
+        with aside(written) as draft:
+            generator.save(draft, torch.float16)
+    return written
 
 
 def plan(config: DistillConfig) -> dict[str, str]:

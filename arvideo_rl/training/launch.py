@@ -12,13 +12,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from arvideo_rl.config import ConfigError
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
+from arvideo_rl.training.checkpoints import sync, tidy
 from arvideo_rl.training.compare import Measured, compare, measure
+from arvideo_rl.training.export import export
+from arvideo_rl.training.interrupt import Stop
 from arvideo_rl.training.outcome import finish
 from arvideo_rl.training.prompts import Prompts, held_out_prompts
 from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, plan
@@ -26,19 +29,29 @@ from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, plan
 
 def align(config: AlignConfig, given: str | None = None) -> Path:
     """Run ``config`` to its last iteration, from the newest checkpoint if there is one, and compare held out.
-    Returns the run directory. ConfigError when the directory belongs to another configuration or is finished."""
-    accelerator = accelerate_on_known_ground()
+    Returns the run directory; a finished run is left as it is. ValueError when the directory belongs to another
+    configuration; Interrupted, after saving, on Ctrl-C or SIGTERM."""
     folder = Path(config.out) / config.name
+    with Stop(f"arvideo align {folder / 'config.yaml'}") as stop:
+        return _align(config, folder, given, stop)
+
+
+def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> Path:
+    accelerator = accelerate_on_known_ground()
     resolved = dataclasses.asdict(config)
-    last = rundir.look(folder, "align", resolved, FREE_ON_RESUME)
-    _refuse_finished(folder, config)
+    begun = rundir.look(folder, "align", resolved, FREE_ON_RESUME)
+    if text := _finished(folder, config):
+        accelerator.print(text)
+        return folder
     run = Run(config, accelerator)  # refuses what cannot run before the directory is touched
+    last = run.restore(folder) if begun else None
     if last is not None:
-        run.restore(last)
         accelerator.print(f"continuing {folder} after iteration {run.iteration}")
+    accelerator.wait_for_everyone()  # all have read before one tidies up
     main = accelerator.is_main_process
     if main:
         rundir.claim(folder, "align", resolved, FREE_ON_RESUME)
+        tidy(folder, last, config.keep_last)
         rundir.start(folder, given, resolved)
     before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
     accelerator.wait_for_everyone()
@@ -47,7 +60,7 @@ def align(config: AlignConfig, given: str | None = None) -> Path:
         TextColumn("aligning"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"),
         TimeRemainingColumn(), disable=not main or hidden(),
     )  # fmt: skip
-    with bar:
+    with bar, stop.later():
         task = bar.add_task("", total=config.iterations, completed=run.iteration)
         while run.iteration < config.iterations:
             values = run.step()
@@ -64,8 +77,15 @@ def align(config: AlignConfig, given: str | None = None) -> Path:
                         f"iteration {run.iteration}/{config.iterations} {line} kl {values.get('train/kl', 0):.4f}",
                         flush=True,
                     )
-                if run.iteration % config.checkpoint_every == 0 or run.iteration == config.iterations:
+            stopping = stop.asked(accelerator)
+            if stopping or run.iteration % config.checkpoint_every == 0 or run.iteration == config.iterations:
+                run.check_processes()
+                if metrics:
+                    metrics.sync()
                     run.save(folder)
+            if stopping:
+                accelerator.wait_for_everyone()  # or torchrun would end the process that saves, once another has left
+                raise stop.interrupted(f"saved after iteration {run.iteration} of {config.iterations}")
     if metrics:
         metrics.close()
     after = _held_out(run, None, "measuring after")
@@ -79,6 +99,8 @@ def align(config: AlignConfig, given: str | None = None) -> Path:
             "iterations": run.iteration,
             "seconds": round(run.seconds, 1),
         }
+        if config.policy.kind == "lora":
+            export(str(folder), folder / "adapter", "diffusers")
         finish(folder, result, facts, before, after, prompts, run.generator.streaming.fps)
     accelerator.wait_for_everyone()
     return folder
@@ -92,16 +114,23 @@ def accelerate_on_known_ground() -> Accelerator:
 def dry_run(config: AlignConfig) -> dict[str, str]:
     """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name."""
     folder = Path(config.out) / config.name
-    rundir.look(folder, "align", dataclasses.asdict(config), FREE_ON_RESUME)
-    _refuse_finished(folder, config)
+    begun = rundir.look(folder, "align", dataclasses.asdict(config), FREE_ON_RESUME)
     run = Run(config, accelerate_on_known_ground())
-    return plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()))
+    sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()))
+    if text := _finished(folder, config):
+        sizes["state"] = text
+    elif begun and run.restore(folder):
+        sizes["state"] = f"would continue after iteration {run.iteration}"
+    return sizes
 
 
-def _refuse_finished(folder: Path, config: AlignConfig) -> None:
-    done = folder / "summary.json"
-    if done.exists() and json.loads(done.read_text(encoding="utf-8"))["iterations"] >= config.iterations:
-        raise ConfigError(f"{folder} is finished; raise iterations= to continue it, or choose another name=")
+def _finished(folder: Path, config: AlignConfig) -> str:
+    """What to tell the user of a run that has done its iterations; empty while it has not."""
+    path = folder / "summary.json"
+    done = json.loads(path.read_text(encoding="utf-8"))["iterations"] if path.exists() else 0
+    if done < config.iterations:
+        return ""
+    return f"{folder} is finished after {done} iterations: see {path}; a larger iterations= continues it"
 
 
 def _prompts(config: AlignConfig) -> Prompts:
@@ -113,7 +142,10 @@ def _prompts(config: AlignConfig) -> Prompts:
 def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
     """Measure held out: with a ``cache`` the start point, once (an interrupted run reads it back), else the trained."""
     if cache is not None and cache.exists():
-        return Measured.from_tensors(load_file(cache))
+        try:
+            return Measured.from_tensors(load_file(cache))
+        except (SafetensorError, KeyError) as error:
+            run.accelerator.print(f"{cache} is damaged ({error}); measuring again, which gives the same")
     accelerator, prompts = run.accelerator, _prompts(run.config)
     n, i = accelerator.num_processes, accelerator.process_index
     mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
@@ -123,6 +155,7 @@ def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
     if cache is not None and run.accelerator.is_main_process:
         draft = cache.with_suffix(".tmp")
         save_file(found.tensors(), draft)
+        sync(draft)
         draft.replace(cache)
     return found
 

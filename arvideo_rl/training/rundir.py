@@ -1,32 +1,34 @@
-"""The run directory: configuration, environment, metrics, checkpoints. Everything is written aside, then renamed."""
+"""The run directory: configuration, environment, metrics. Everything is written aside, then renamed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+
+from arvideo_rl.training.checkpoints import checkpoints
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "omegaconf")
-
-TENSORS = "tensors.safetensors"
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
 
 
@@ -70,14 +72,14 @@ def identity(config: dict[str, Any], free: tuple[str, ...]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> Path | None:
-    """The checkpoint a run of this configuration would continue from, or None; changes nothing. ValueError when the
-    folder belongs to another kind of run or another configuration."""
+def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> bool:
+    """Whether a run of this configuration was begun here; changes nothing. ValueError when the folder belongs to
+    another kind of run or another configuration."""
     stamp = folder / "identity.json"
     if not stamp.exists():
         if checkpoints(folder):
             raise ValueError(f"{folder} holds checkpoints of unknown origin; choose another name= or out=")
-        return None
+        return False
     theirs = json.loads(stamp.read_text(encoding="utf-8"))
     if theirs.get("kind") != kind:
         raise ValueError(
@@ -85,8 +87,7 @@ def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...
         )
     if theirs["identity"] != identity(resolved, free):
         raise ValueError(f"{folder} holds a run with another configuration; choose another name= or out=, or delete it")
-    found = checkpoints(folder)
-    return found[-1] if found else None
+    return True
 
 
 def claim(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> None:
@@ -97,44 +98,10 @@ def claim(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ..
 def start(folder: Path, given: str | None, resolved: dict[str, Any]) -> None:
     """Write the configuration as given and as resolved, and the environment."""
     folder.mkdir(parents=True, exist_ok=True)
-    if given:
+    if given and not (folder / "config_given.yaml").exists():  # a run is also continued from its own config.yaml
         write_text(folder / "config_given.yaml", given)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     write_json(folder / "environment.json", environment())
-
-
-def save_checkpoint(
-    folder: Path, step: int, tensors: dict[str, Tensor], optimizer: Any, state: dict, keep: int | None = None
-) -> Path:
-    """Write checkpoints/step-<step>, which is complete exactly when it has that name, and leave the newest ``keep``
-    (None: all). ``optimizer`` is a state dict or a list of them."""
-    final = folder / "checkpoints" / f"step-{step:06d}"
-    draft = final.with_suffix(".tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, draft / TENSORS)
-    torch.save(optimizer, draft / "optimizer.pt")
-    write_json(draft / "state.json", {"step": step, **state})
-    if final.exists():
-        shutil.rmtree(final)
-    draft.rename(final)
-    for old in checkpoints(folder)[: -keep if keep else 0]:
-        shutil.rmtree(old)
-    return final
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    found = (folder / "checkpoints").glob("step-*") if (folder / "checkpoints").is_dir() else []
-    return sorted(p for p in found if p.is_dir() and p.suffix != ".tmp")
-
-
-def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], Any, dict]:
-    """(tensors, optimizer state, state) of a checkpoint folder."""
-    if not (path / "state.json").is_file():
-        raise ValueError(f"{path} is not a checkpoint: it has no state.json")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return load_file(path / TENSORS), torch.load(path / "optimizer.pt", weights_only=True), state
 
 
 def rows(path: Path, key: str, resume_at: int) -> TextIO:
@@ -155,6 +122,9 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self._file = rows(folder / "metrics.jsonl", "iteration", resume_at)
+        # TensorBoard reads files in the order of their names, which begin with the second they were made in
+        made = [int(p.name.split(".")[3]) for p in (folder / "tensorboard").glob("events.out.tfevents.*")]
+        time.sleep(min(1.0, max(0.0, max(made, default=0) + 1 - time.time())))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at)
 
     def write(self, iteration: int, values: dict[str, float]) -> None:
@@ -163,6 +133,11 @@ class Metrics:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(name, value, iteration)
+
+    def sync(self) -> None:
+        """Bring all rows to the disk. Called before a checkpoint, which says that they are there."""
+        os.fsync(self._file.fileno())
+        self._board.flush()
 
     def close(self) -> None:
         """Flush everything."""

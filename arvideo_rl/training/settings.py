@@ -21,7 +21,7 @@ from rewards.contract import Reward
 OBJECTIVES = {"nft": NFT}
 LAGS = ("none", "nft", "slow", "frozen")
 FEATURES = 64  # of the inverse-dynamics model
-FREE_ON_RESUME = ("iterations", "checkpoint_every", "out", "name")
+FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "out", "name")
 
 
 @dataclass
@@ -57,6 +57,7 @@ class AlignConfig:
     rollout_batch: int = 32  # branches generated at once
     update_batch: int = 16  # branches in one backward
     checkpoint_every: int = 10
+    keep_last: int = 3  # checkpoints kept, besides the best one
     held_out: HeldOut = field(default_factory=HeldOut)
 
 
@@ -71,7 +72,7 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     """Refuse what cannot run, before anything runs; messages name the nearest values that can."""
     size = config.held_out
     counts = {k: getattr(config, k) for k in ("frames", "iterations", "prompts_per_step", "rollout_batch")}
-    counts |= {k: getattr(config, k) for k in ("update_batch", "checkpoint_every")}
+    counts |= {k: getattr(config, k) for k in ("update_batch", "checkpoint_every", "keep_last")}
     counts |= {"policy.rank": config.policy.rank, "prompts.count": config.prompts.count}
     counts |= {f"held_out.{k}": getattr(size, k) for k in ("prompts", "noises", "frames", "batch")}
     for key, count in counts.items():

@@ -242,3 +242,21 @@ def test_unknown_kinds_and_targets_are_refused(tiny):
     for outside in ("to_z", "linear_1"):  # no linear at all, and one that is not in a block
         with pytest.raises(ValueError, match=f"{outside}.*known: to_q"):
             Policies(tiny(), PolicyConfig("lora", targets=(outside,)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outer", ["old", "start", "current"])
+@pytest.mark.parametrize("inner", ["old", "start", "current"])
+def test_scopes_nest_and_leaving_one_gives_back_the_one_around(kind, outer, inner, make, batch):
+    policies = make(kind)
+    perturb(policies)
+    perturb(policies, "old", 0.02)
+    expected = outputs(policies, batch)
+    assert len({tuple(x.flatten().tolist()) for x in expected.values()}) == 3
+    with torch.no_grad():
+        with policies.using(outer):
+            with policies.using(inner) as model:
+                assert torch.equal(model(*batch).x0, expected[inner])
+            assert torch.equal(policies(*batch).x0, expected[outer])
+        assert torch.equal(policies(*batch).x0, expected["current"])
+    policies.check_backward()

@@ -1,14 +1,21 @@
 """Making a generator: it learns, resumes exactly, and a folder belongs to one configuration."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import arvideo_rl.training.distill as module
+from arvideo_rl.config import load
 from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.distill import DistillConfig, Network, build, clip_loss, run
+from arvideo_rl.training.interrupt import Interrupted
+from arvideo_rl.training.launch import align
 from arvideo_rl.world.dataset import Clips, load_clips
 
 
@@ -27,8 +34,6 @@ def weights(folder) -> dict[str, torch.Tensor]:
 def test_interrupted_equals_straight(quick, tmp_path, monkeypatch):
     straight = weights(run(quick, progress=False))
 
-    import arvideo_rl.training.distill as module
-
     torn = replace(quick, out=str(tmp_path / "b"))
     real, steps = module.clip_loss, []
 
@@ -46,6 +51,63 @@ def test_interrupted_equals_straight(quick, tmp_path, monkeypatch):
     assert all(torch.equal(resumed[k], straight[k]) for k in straight)
     rows = [json.loads(x)["step"] for x in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert rows == [0, 1, 2, 3]
+
+
+def test_told_to_stop_it_saves_and_goes_on_from_there(quick, tmp_path, monkeypatch):
+    straight = weights(run(quick, progress=False))
+    torn = replace(quick, out=str(tmp_path / "b"))
+    real, steps = module.clip_loss, []
+
+    def stop_in_the_third(*args):
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(module, "clip_loss", stop_in_the_third)
+    with pytest.raises(
+        Interrupted, match="saved after step 3 of 4; continue with: arvideo distill .*b/config.yaml"
+    ) as end:
+        run(torn, progress=False)
+    assert end.value.code == 143 and len(steps) == 3
+    again = load(DistillConfig, str(tmp_path / "b" / "config.yaml"), [])
+    assert all(torch.equal(v, straight[k]) for k, v in weights(run(again, progress=False)).items())
+    assert len(steps) == 4
+
+
+def test_killed_again_and_again_it_equals_the_one_left_alone(quick, tmp_path, fork):
+    quick = replace(quick, save_every=1)
+    _, operations = fork(lambda: run(quick, progress=False), tmp_path)
+    torn = replace(quick, out=str(tmp_path / "b"))
+    died = [fork(lambda: run(torn, progress=False), tmp_path, die_at=operations * k // 5)[0] for k in (2, 1, 2, 1)]
+    fork(lambda: run(torn, progress=False), tmp_path)
+    assert sum(died) >= 3
+    a, b = (weights(tmp_path / x / "generator") for x in "ab")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    a, b = (load_checkpoint(checkpoints(tmp_path / x)[-1]) for x in "ab")
+    assert all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors) and {k[:4] for k in a.tensors} == {
+        "live",
+        "ema.",
+    }
+    torch.testing.assert_close(a.optimizer, b.optimizer, rtol=0, atol=0)
+    for x in "ab":
+        rows = [json.loads(x) for x in (tmp_path / x / "metrics.jsonl").read_text().splitlines()]
+        assert [r["step"] for r in rows] == [0, 1, 2, 3]
+        assert [r["seconds"] for r in rows] == sorted(r["seconds"] for r in rows), "time goes on after a resume"
+        assert not list((tmp_path / x).rglob("*.tmp")) and len(checkpoints(tmp_path / x)) == quick.keep_last
+
+
+def test_finished_it_is_left_alone(quick, capsys):
+    folder = run(quick, progress=False)
+    before = {p: p.stat().st_mtime_ns for p in folder.parent.rglob("*")}
+    assert run(quick, progress=False) == folder and "is finished" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in folder.parent.rglob("*")} == before
+
+
+def test_a_folder_of_another_kind_of_run_is_refused_by_both_names(quick, config):
+    align(config)
+    with pytest.raises(ValueError, match="belongs to a run of 'align', not 'distill'"):
+        run(replace(quick, out=f"{config.out}/{config.name}"), progress=False)
 
 
 def test_the_loss_falls(quick, tmp_path):
@@ -72,7 +134,6 @@ def test_what_cannot_be_trained_is_refused(quick, bad):
 
 def test_the_prompt_in_force_is_the_one_after_the_switch(quick, monkeypatch):
     """Each chunk is told what is in force at its first frame: the words change at the clip's own switch, no earlier."""
-    import arvideo_rl.training.distill as module
 
     told = []
     real = module.Denoiser.enter
