@@ -59,14 +59,13 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     from rich.progress import Progress
 
     from arvideo_rl import media
-    from arvideo_rl.generators.denoiser import Denoiser
     from arvideo_rl.progress import hidden
     from arvideo_rl.training.aligned import load_any
     from arvideo_rl.training.launch import quiet
     from arvideo_rl.training.prompts import Prompts, list_actions, parse_actions, read_prompts
     from arvideo_rl.training.rundir import write_json
     from samplers.randomness import Key
-    from samplers.stream import draw_from, stream
+    from samplers.stream import draw_from
 
     quiet()
     generator, model, loaded = load_any(config.generator)
@@ -100,8 +99,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         for text, path in zip(prompts.texts, targets):
             print(f"would write {path}: {frames} frames of {text!r}")
         return 0
-    window = streaming.attention_window()
-    chunks = window.chunks(frames)
+    chunks = streaming.attention_window().chunks(frames)
     takes_actions = generator.transformer.action_embedding is not None
     with Progress(disable=hidden()) as bar:
         task = bar.add_task("streaming", total=len(chunks) * len(prompts))
@@ -111,10 +109,10 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
                 list(one.texts), one.actions if takes_actions else None, tuple((f, [p]) for f, p in switches)
             )
             draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape, generator.transformer.device)
-            denoiser = Denoiser(model, window, script, fixed=True)
+            decode = generator.codec.decoder()
             with media.writing(path, streaming.fps, config.scale) as add:
-                for chunk in stream(denoiser, chunks, streaming.levels, draw, frames=frames, to_continue=False):
-                    add(generator.codec.decode(chunk.latents)[0])
+                for chunk in generator.stream(model, script, draw, frames, trim=True):
+                    add(decode(chunk.latents)[0])
                     bar.advance(task)
             made = {"prompt": one.texts[0], "actions": one.actions[0, 1:frames].tolist(), "switch": switches,
                     "fps": streaming.fps, "seed": config.seed, "index": i, "generator": config.generator}  # fmt: skip

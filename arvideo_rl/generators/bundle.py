@@ -1,69 +1,46 @@
 """A generator as one thing: transformer, text encoder, codec, and the streaming settings it was made for.
 
-On disk it is a folder: ``transformer/`` and ``text_encoder/`` in diffusers' format and ``generator.json``.
+On disk it is a folder: ``generator.json`` and ``transformer/`` in diffusers' format, with ``text_encoder/`` for a small
+generator, or with the base model's parts named in the JSON for a Wan. A YAML file of the same keys does as well: the
+presets in configs/generators/.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from arvideo_rl.config import load, presets
 from arvideo_rl.generators.codec import IdentityCodec, WanCodec
-from arvideo_rl.generators.context import Window
-from arvideo_rl.generators.denoiser import Script
-from arvideo_rl.generators.sinks import adaptive, ema
+from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.generators.wan import WanParts, load_parts
-from samplers.schedule import warped_levels
+from arvideo_rl.generators.weights import load_strictly, read_tensors
+from samplers.rolling import rolling
+from samplers.stream import Chunk, Draw, stream
 
 M = TypeVar("M", bound=torch.nn.Module)
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"  # diffusers' name
 SHIPPED = Path(__file__).resolve().parents[1] / "weights"
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """How the generator is meant to be streamed; part of its weights' identity."""
+@dataclass
+class Described:
+    """What generator.json or a preset says."""
 
-    chunk: int = 3  # frames denoised together
-    window: int | None = 12  # frames a chunk attends to, sinks and the chunk itself included
-    sink: int = 3  # pinned oldest frames
-    positions: str = "adjacent"  # where the sinks are read: adjacent or absolute
-    steps: tuple[float, ...] = (1000.0, 750.0, 500.0, 250.0)  # nominal denoising steps of 1000
-    shift: float = 2.0  # warps the steps into noise levels
-    fps: float = 8.0  # pixel frames a second
-    size: int = 32  # pixels in height, and in width where that is not given
-    width: int | None = None
-    trained_frames: int = 18  # longest clip seen in training
-    sinks: str = "static"  # what becomes of the sinks: static, ema or adaptive
-    alpha: float = 0.99  # of ema sinks: what stays of a sink when a frame is folded in
-    threshold: float = 0.2  # of adaptive sinks: similarity below which one is replaced
-    at_switch: str = "keep"  # what happens to the past at a prompt switch (switching.py)
-    keep_sinks: bool = True  # a recache leaves the first prompt's sinks in place
-    first_alone: bool = False  # the first frame is a chunk of its own
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """Warped noise levels the sampler visits."""
-        return warped_levels(self.steps, self.shift)
-
-    def attention_window(self) -> Window:
-        """The cache policy."""
-        if self.sinks not in ("static", "ema", "adaptive"):
-            raise ValueError(f"sinks {self.sinks!r} is unknown; choose static, ema or adaptive")
-        fold = {"ema": ema(self.alpha), "adaptive": adaptive(self.threshold)}.get(self.sinks)
-        return Window(
-            self.chunk, self.window, self.sink, self.positions, fold, self.at_switch, self.keep_sinks, self.first_alone
-        )
+    streaming: Streaming = field(default_factory=Streaming)
+    codec: IdentityCodec = field(default_factory=IdentityCodec)
+    wan: WanParts | None = None  # where a Wan's parts are; without it transformer/ and text_encoder/ lie beside
 
 
 @dataclass
@@ -74,7 +51,8 @@ class Generator:
     text_encoder: WordEncoder | Umt5
     codec: IdentityCodec | WanCodec = field(default_factory=IdentityCodec)
     streaming: Streaming = field(default_factory=Streaming)
-    said: str = ""  # what was loaded
+    wan: WanParts | None = None  # where it was put together from
+    said: str = ""  # what was loaded, in one line
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
@@ -90,49 +68,86 @@ class Generator:
         encoded = tuple((f, self.text_encoder.embed(list(p)).to(device)) for f, p in texts)
         return Script(encoded, None if actions is None else actions.to(device))
 
+    def stream(
+        self,
+        model: Callable,
+        script: Script,
+        draw: Draw,
+        frames: int,
+        *,
+        context: Any = None,
+        start: int = 0,
+        trim: bool = False,
+        to_continue: bool = False,
+    ) -> Iterator[Chunk]:
+        """Stream ``frames`` frames in whole chunks (``trim`` cuts the last one) as the settings say. ``model`` is the
+        transformer or a policy over it; ``start`` is where ``context``, the past that is continued, ends."""
+        window = self.streaming.attention_window()
+        chunks = [c for c in window.chunks(frames) if c[0] >= start]
+        denoiser, levels = Denoiser(model, window, script, fixed=True), self.streaming.levels
+        kept = frames if trim else None
+        if self.streaming.joint:
+            return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)
+        return stream(denoiser, chunks, levels, draw, frames=kept, context=context, to_continue=to_continue)
+
     def to(self, device: torch.device | str) -> Generator:
         """Move the networks; returns self."""
         for part in (self.transformer, self.text_encoder, self.codec):
             part.to(device)
         return self
 
-    def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the folder; weights are stored in ``dtype`` (the networks in memory stay as they are)."""
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the folder. Weights are stored in ``dtype``, by default in their own (the networks in memory stay as
+        they are). A Wan's text encoder and VAE are not copied: they are named, and found again when it is loaded."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("transformer", "text_encoder"):
+        for name in ("transformer",) if self.wan else ("transformer", "text_encoder"):
             module = getattr(self, name)
             module.save_config(folder / name)
-            state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in module.state_dict().items()}
+            state = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in module.state_dict().items()}
             save_file(state, folder / name / WEIGHTS_NAME, {"format": "pt"})
-        data = {"codec": asdict(self.codec), "streaming": asdict(self.streaming)}
+        data = {"streaming": asdict(self.streaming)}
+        if self.wan:
+            data["wan"] = asdict(replace(self.wan, transformer="transformer", lora=None, container=None))
+        if isinstance(self.codec, IdentityCodec):
+            data["codec"] = asdict(self.codec)
         (folder / "generator.json").write_text(json.dumps(data, indent=2) + "\n")
 
     @classmethod
     def load(cls, source: str | Path) -> Generator:
-        """Load a folder written by :meth:`save`, or a shipped generator by name (``tiny``). Strict: missing,
-        unexpected or wrongly shaped weights are a ValueError."""
-        folder = SHIPPED / source if (SHIPPED / str(source) / "generator.json").exists() else Path(source)
-        if not (folder / "generator.json").exists():
-            known = ", ".join(sorted(p.parent.name for p in SHIPPED.glob("*/generator.json")))
-            raise ValueError(f"no generator at {str(source)!r}: give a folder with generator.json or one of: {known}")
-        data = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
-        data["streaming"]["steps"] = tuple(data["streaming"]["steps"])
-        return cls(
-            _load_strict(CausalWan, folder / "transformer"),
-            _load_strict(WordEncoder, folder / "text_encoder"),
-            IdentityCodec(**data["codec"]),
-            Streaming(**data["streaming"]),
-        )
+        """Load a folder written by :meth:`save`, a YAML file of the same keys, or a shipped generator or preset by
+        name (``tiny``, ``self_forcing``). Strict: missing, unexpected or wrongly shaped weights are a ValueError."""
+        path = find_generator(source)
+        told = load(Described, str(path), [])
+        if told.wan:
+            transformer, text, codec, said = load_parts(told.wan, path.parent)
+            return cls(transformer, text, codec, told.streaming, told.wan, said)
+        transformer = _load_strict(CausalWan, path.parent / "transformer")
+        text = _load_strict(WordEncoder, path.parent / "text_encoder")
+        size = sum(p.numel() for p in transformer.parameters())
+        said = f"loaded {size / 1e6:.1f} M parameters from {path.parent}"
+        return cls(transformer, text, told.codec, told.streaming, None, said)
+
+
+def find_generator(source: str | Path) -> Path:
+    """The generator.json or YAML file that ``source`` means; ValueError names what there is."""
+    given = Path(source)
+    for path in (SHIPPED / given / "generator.json", presets() / "generators" / f"{source}.yaml",
+                 given / "generator.json", given):  # fmt: skip
+        if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
+            return path
+    names = [p.parent.name for p in SHIPPED.glob("*/generator.json")]
+    names += [p.stem for p in (presets() / "generators").glob("*.yaml")]
+    raise ValueError(
+        f"no generator at {str(source)!r}: give a folder with generator.json, a YAML file or one of: "
+        f"{', '.join(sorted(names))}"
+    )
 
 
 def _load_strict(kind: type[M], folder: Path) -> M:
     """Build from config.json and load every tensor in float32; diffusers' own loader would fill gaps at random."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"no {folder.name}/config.json in {folder.parent}: the generator is incomplete")
     module = kind.from_config(kind.load_config(folder))  # type: ignore[attr-defined]
-    path = folder / WEIGHTS_NAME
-    with safe_open(path, "pt") as file:
-        state = {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit its config: {' '.join(str(error).split())}") from None
+    state, _ = read_tensors(folder)
+    load_strictly(module, {k: v.float() for k, v in state.items()}, folder)
     return module.eval()

@@ -1,4 +1,4 @@
-"""A Wan generator put together from published parts: a causal transformer, and the base model's VAE and text encoder."""
+"""A Wan put together from published parts: a causal transformer, and the base model's VAE and text encoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.generators.weights import load_strictly, read_tensors
 from arvideo_rl.world.dataset import cache_dir
 
-PARTS = ["vae/*", "text_encoder/*", "tokenizer/*"]  # what is taken of the base model
+PARTS = ("vae/*", "text_encoder/*", "tokenizer/*")  # what is taken of the base model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -25,10 +25,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class WanParts:
     """Where a Wan generator's parts are: paths, or names on the Hub (hub.py)."""
 
-    transformer: str  # a checkpoint in any layout of weights.py
+    transformer: str = ""  # a checkpoint in any layout of weights.py
     base: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # diffusers folder with vae/, text_encoder/ and tokenizer/
     lora: str | None = None  # merged into the transformer
-    lora_alpha: float | None = None
+    lora_alpha: float | None = None  # where the file does not say it
     container: str | None = None  # which weights of a file that holds several
     dtype: str = "bfloat16"
     head_dim: int = 128
@@ -40,10 +40,10 @@ def load_parts(parts: WanParts, near: Path | None = None) -> tuple[CausalWan, Um
     what was loaded. ValueError in one line for what is missing, offline, or does not fit."""
     if parts.dtype not in DTYPES:
         raise ValueError(f"dtype={parts.dtype}: choose one of {', '.join(DTYPES)}")
+    if not parts.transformer:
+        raise ValueError("wan.transformer= is missing: a checkpoint's path, or owner/name/file on the Hub")
     path = locate(parts.transformer, near)
-    transformer, said = load_transformer(
-        path, DTYPES[parts.dtype], container=parts.container, head_dim=parts.head_dim
-    )
+    transformer, said = load_transformer(path, DTYPES[parts.dtype], container=parts.container, head_dim=parts.head_dim)
     if parts.lora:
         lora_path = locate(parts.lora, near)
         count = merge(transformer, read_lora(lora_path, parts.lora_alpha))

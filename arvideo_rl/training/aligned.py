@@ -46,7 +46,7 @@ def load_any(source: str) -> tuple[Generator, CausalWan, str]:
         if run and not (run / "generator" / "generator.json").is_file():
             raise ConfigError(f"{run} has not finished: continue with arvideo distill {run / 'config.yaml'}")
         generator = Generator.load(run / "generator" if run else source).to(DEVICE)
-        return generator, generator.transformer, f"generator {source}"
+        return generator, generator.transformer, f"generator {source}: {generator.said}"
     found = load_aligned(source)
     text = f"generator {found.config.generator} aligned by {found.checkpoint} ({found.tensors} tensors of "
     return found.generator, found.generator.transformer, f"{text}{found.config.policy.kind})"

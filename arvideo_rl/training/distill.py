@@ -117,6 +117,7 @@ def build(config: DistillConfig) -> Generator:
 
 def optimizers(generator: Generator, config: DistillConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for all other parameters."""
+    assert isinstance(generator.text_encoder, WordEncoder)
     named = list(generator.transformer.named_parameters())
     hidden = [p for k, p in named if k.startswith("blocks.") and p.ndim == 2]
     chosen = {id(p) for p in hidden}
@@ -149,10 +150,9 @@ def clip_loss(
     rng = np.random.default_rng((config.seed, step, 1))
     latents = generator.codec.encode(clips.batch(rows))
     b = latents.shape[0]
-    words = generator.text_encoder
     texts = {f: clips.captions_at(rows, f) for f in (0, *SWITCHES)}
     changes = [f for i, f in enumerate(texts) if i == 0 or texts[f] != list(texts.values())[i - 1]]
-    encoded = tuple((f, words(words.tokens(texts[f]))) for f in changes)
+    encoded = tuple((f, generator.text_encoder.embed(texts[f])) for f in changes)
     actions = torch.where(torch.from_numpy(rng.random(b) < config.drop_actions)[:, None], 0, clips.actions[rows])
     window = generator.streaming.attention_window()
     denoiser = Denoiser(generator.transformer, window, Script(encoded, actions))

@@ -83,7 +83,7 @@ def misshapen(state):
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(missing, "blocks.0.attn1.to_q.weight"), (extra, "blocks.9.attn1.to_q.weight"), (misshapen, "[48, 47]")],
+    [(missing, "blocks.0.attn1.to_q.weight"), (extra, "blocks.9.attn1.to_q.weight"), (misshapen, "(48, 47)")],
 )
 def test_weights_that_do_not_fit_the_config_are_refused(damage, words, folder):
     path = folder / "transformer" / WEIGHTS
@@ -92,7 +92,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(damage, words, folder):
     save_file(state, path)
     with pytest.raises(ValueError) as error:
         Generator.load(folder)
-    assert words in str(error.value) and WEIGHTS in str(error.value) and "\n" not in str(error.value)
+    assert words in str(error.value) and "/transformer" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_text_weight_is_refused_too(folder):

@@ -2,28 +2,14 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
 from arvideo_rl.generators.umt5 import Umt5, clean
 
-WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "ball", "rolls", "&"]
-
-
-def make(folder, seed=0):
-    torch.manual_seed(seed)
-    config = UMT5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
-    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
-    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return folder
-
 
 @pytest.fixture
-def wan(tmp_path):
-    return make(tmp_path / "wan")
+def wan(tmp_path, make_text_encoder):
+    return make_text_encoder(tmp_path / "wan")
 
 
 def encoder(wan, tmp_path, **settings):
@@ -52,11 +38,11 @@ def test_a_known_prompt_needs_no_model(wan, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["weights", "length", "dtype"])
-def test_what_the_vectors_depend_on_makes_another_cache(wan, tmp_path, what):
+def test_what_the_vectors_depend_on_makes_another_cache(wan, tmp_path, what, make_text_encoder):
     first = encoder(wan, tmp_path)
     first.embed(["a red ball"])
     if what == "weights":
-        make(wan, seed=1)
+        make_text_encoder(wan, seed=1)
     other = encoder(wan, tmp_path, **{"length": dict(length=13), "dtype": dict(dtype=torch.bfloat16)}.get(what, {}))
     assert other.cache != first.cache and not other.cache.exists()
     if what == "dtype":
