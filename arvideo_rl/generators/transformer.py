@@ -96,7 +96,8 @@ class CausalWan(WanTransformer3DModel):
         t = t[:, None].expand(batch, frames) if t.ndim == 1 else t
 
         temb = self._time(t, context.actions, copies)  # [B, F, E]
-        modulation = self.condition_embedder.time_proj(torch.nn.functional.silu(temb)).unflatten(-1, (6, -1))
+        project = self.condition_embedder.time_proj  # in a bfloat16 model the embedder before it stays in float32
+        modulation = project(torch.nn.functional.silu(temb).to(project.weight.dtype)).unflatten(-1, (6, -1))
         texts = self._texts(context)
 
         h = self.patch_embedding(x.transpose(1, 2).to(self.patch_embedding.weight.dtype))
@@ -154,10 +155,12 @@ class CausalWan(WanTransformer3DModel):
     def _texts(self, context: Context) -> tuple[Tensor | tuple[Tensor, Tensor], ...]:
         """What each block reads of the prompt: the projected text, or where the context lets it be remembered and no
         gradient is asked for, the block's keys and values."""
+        assert context.text is not None
+        embedder = self.condition_embedder.text_embedder
         if context.read is None or torch.is_grad_enabled():
-            return (self.condition_embedder.text_embedder(context.text),) * len(self.blocks)
+            return (embedder(context.text.to(embedder.linear_1.weight.dtype)),) * len(self.blocks)
         if not context.read:
-            text = self.condition_embedder.text_embedder(context.text)
+            text = embedder(context.text.to(embedder.linear_1.weight.dtype))
             context.read.update(enumerate(_keys_of_text(block.attn2, text) for block in self.blocks))
         return tuple(context.read.values())
 
