@@ -57,4 +57,7 @@ def to_official(key: str) -> str | None:
 
 def is_official(keys) -> bool:
     """Whether names (unwrapped) are the official ones."""
-    return any(k.startswith(("head.", "time_embedding.", "text_embedding.")) or ".self_attn." in k for k in keys)
+    part = re.compile(
+        r"(head|time_embedding|text_embedding|time_projection)\.|blocks\.\d+\.(self_attn|cross_attn|ffn\.\d)\."
+    )
+    return any(part.match(k) for k in keys)

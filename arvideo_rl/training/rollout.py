@@ -26,16 +26,15 @@ def roll_out(generator: Generator, model, prompts: Prompts, keys: list[Key], fra
 
 
 def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:
-    """Decode a record into what rewards read. Commands are those into each pixel frame, where a pixel frame is a frame
-    of the generator; a video codec's generator takes none."""
+    """Decode a record into what rewards read. Commands go with pixel frames, so a codec that makes several of a frame
+    leaves them out."""
     codec, frames = generator.codec, record.latents.shape[1]
     pixels = codec.decode(record.latents).float().cpu()
-    commanded = generator.transformer.action_embedding is not None
     return Clips(
         frames=pixels,
         fps=generator.streaming.fps,
         prompts=list(prompts.texts),
-        actions=prompts.actions[:, 1:frames].contiguous() if commanded else None,
+        actions=prompts.actions[:, 1:frames].contiguous() if pixels.shape[1] == frames else None,
         group_ids=record.groups,
         chunk_starts=tuple(codec.pixel_frames(a) for a, _ in generator.streaming.attention_window().chunks(frames)),
     )
