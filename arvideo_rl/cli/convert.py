@@ -72,7 +72,12 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     out = Path(config.out)
     if out.exists():
         raise UsageError(f"out={out} exists; choose another or delete it")
-    kind = "run" if run_of(split(source)[0]) else ("LoRA" if is_lora(locate(source)) else "checkpoint")
+    kind = "run"
+    if not run_of(split(source)[0]):
+        try:
+            kind = "LoRA" if is_lora(locate(source)) else "checkpoint"
+        except ValueError as error:
+            raise UsageError(f"{source!r} is not an alignment run, nor weights to convert: {error}") from None
     form = config.format or ("official" if out.suffix in (".safetensors", ".pt") else "diffusers")
     if form not in FORMATS[kind]:
         raise UsageError(f"format={form}: a {kind} can be written as {', '.join(FORMATS[kind])}")
