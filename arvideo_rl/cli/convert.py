@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
-from arvideo_rl.config import load
+from arvideo_rl.config import ConfigError, load
 
 
 @dataclass
@@ -77,7 +77,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         try:
             kind = "LoRA" if is_lora(locate(source)) else "checkpoint"
         except ValueError as error:
-            raise UsageError(f"{source!r} is not an alignment run, nor weights to convert: {error}") from None
+            raise ConfigError(f"{source!r} is not an alignment run, nor weights to convert: {error}") from None
     form = config.format or ("official" if out.suffix in (".safetensors", ".pt") else "diffusers")
     if form not in FORMATS[kind]:
         raise UsageError(f"format={form}: a {kind} can be written as {', '.join(FORMATS[kind])}")
