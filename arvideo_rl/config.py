@@ -1,12 +1,14 @@
 """Configuration: dataclasses are the schema, YAML is the data, OmegaConf merges.
 
 A file may start from another with one ``base:`` line (relative to itself). Dotted ``key=value`` overrides come last.
-Unknown keys are errors that name the nearest known one. Values are taken literally: no interpolation.
+Unknown keys are errors that name the nearest known one. Values are taken literally: no interpolation. All other paths,
+in a file as on the command line, are relative to the directory where the command runs.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 import typing
@@ -29,6 +31,19 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: 1e-4 is a number (YAML 1.1 wants 1.0e-4 and reads the rest as text)."""
 
 
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    """A mapping without repeated keys, of which YAML would keep the last and drop the others."""
+    loader.flatten_mapping(node)
+    seen: dict[Any, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen and isinstance(key, yaml.ScalarNode):
+            raise yaml.YAMLError(f"key {key.value} stands in line {seen[key.value]} and again in line {line}")
+        seen[str(key.value)] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -56,7 +71,9 @@ def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
         data = yaml.load(text, _Loader) or {}
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold keys and values, not a {type(data).__name__}")
@@ -150,8 +167,48 @@ def check_keys(schema: type, data: dict, where: str) -> None:
             for name, item in zip(names, inner):
                 path = f"{where}{key}." + (f"{name}." if name is not None else "")
                 if not isinstance(item, dict):
-                    raise ConfigError(f"{path[:-1]} must hold keys, e.g. {', '.join(f.name for f in fields(kind))}")
+                    raise ConfigError(_wants_keys(path, kind, item))
                 check_keys(kind, item, path)
+        elif kind is not None and not (value is None and type(None) in typing.get_args(hints[key])):
+            raise ConfigError(_wants_keys(f"{where}{key}." + "NAME." * _is_mapping(hints[key]), kind, value))
+
+
+def _wants_keys(path: str, kind: type, value: Any) -> str:
+    """What to say of a value where keys belong: the way to write what was probably meant."""
+    names = [f.name for f in fields(kind)]
+    return f"{path[:-1]} holds keys ({', '.join(names)}), not {value!r}; did you mean {path}{names[0]}={value}?"
+
+
+def check_ranges(config: Any, ranges: dict[str, str], where: str = "") -> None:
+    """Refuse numbers of ``config`` outside ``ranges``: dotted key -> interval such as ``[1, inf)`` or ``(0, 1]``. A
+    value None and NaN: the first is left alone, the second is in no interval. ``where`` stands before keys in messages."""
+    for key, interval in ranges.items():
+        value = config
+        for name in key.split("."):
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        low, high = (float(x) for x in interval[1:-1].split(","))
+        over = value is None or (value > low if interval[0] == "(" else value >= low)
+        under = value is None or (value < high if interval[-1] == ")" else value <= high)
+        if not (over and under):
+            raise ConfigError(f"{where}{key}={value}: use {_range(interval, low, high)}")
+
+
+def _range(interval: str, low: float, high: float) -> str:
+    """An interval in words."""
+    start = f"above {low:g}" if interval[0] == "(" else f"{low:g} or more"
+    if math.isinf(high):
+        return f"a finite number {start}" if interval[0] == "(" else start
+    if interval[0] == "[" and interval[-1] == "]":
+        return f"{low:.10g} to {high:.10g}"
+    return f"{start} and {'below' if interval[-1] == ')' else 'at most'} {high:g}"
+
+
+def check_choice(key: str, value: Any, known: Any) -> None:
+    """Refuse a value that is not one of ``known``, naming the nearest."""
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{key}={value}: {hint}choose one of {', '.join(known)}")
 
 
 def _is_mapping(hint: Any) -> bool:
