@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
+SEEDS = f"[0, {2**63 - 1}]"  # what every random generator in use takes
 
 
 class ConfigError(ValueError):
@@ -180,8 +181,8 @@ def _wants_keys(path: str, kind: type, value: Any) -> str:
 
 
 def check_ranges(config: Any, ranges: dict[str, str], where: str = "") -> None:
-    """Refuse numbers of ``config`` outside ``ranges``: dotted key -> interval such as ``[1, inf)`` or ``(0, 1]``. A
-    value None and NaN: the first is left alone, the second is in no interval. ``where`` stands before keys in messages."""
+    """Refuse numbers of ``config`` outside ``ranges``: dotted key -> interval such as ``[1, inf)`` or ``(0, 1]``.
+    None is left alone, NaN is in no interval. ``where`` stands before the keys in messages."""
     for key, interval in ranges.items():
         value = config
         for name in key.split("."):

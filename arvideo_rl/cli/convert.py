@@ -7,7 +7,8 @@ from pathlib import Path
 
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
-from arvideo_rl.config import load
+from arvideo_rl.config import check_choice, load
+from arvideo_rl.outputs import check_folder
 
 
 @dataclass
@@ -48,8 +49,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     out = Path(config.out)
     if out.exists():
         raise UsageError(f"out={out} exists; choose another folder or delete it")
-    if config.format not in FORMS:
-        raise UsageError(f"format={config.format}: choose one of {', '.join(FORMS)}")
+    check_choice("format", config.format, FORMS)
+    check_folder(out)
     if "--dry-run" in flags:
         print(f"would write {out} as {config.format} from {load_aligned(words[0]).checkpoint}")
         return 0

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if "--debug" in args:
             raise
         command = next((a for a in args if a in COMMANDS), None)
-        lower = getattr(importlib.import_module(COMMANDS[command][0]), "MEMORY_KEYS", "") if command else ""
+        lower = getattr(sys.modules.get(COMMANDS[command][0]), "MEMORY_KEYS", "") if command else ""
         _fail(explain(error, lower), 1)
 
 

@@ -41,6 +41,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         from arvideo_rl.training import idm
 
         config = load(idm.IdmConfig, None, items)
+        config.check()
         if "--dry-run" in flags:
             print(f"would train the inverse-dynamics model for {config.steps} steps and write {config.out}")
             return 0

@@ -16,6 +16,7 @@ from arvideo_rl.world.scene import ACTIONS, sample_scenes
 TRAIN_SEED = 2_000_000  # beyond every scene that the shipped weights were trained on
 HELD_OUT_SEED = HELD_OUT + 500_000_000
 HELD_OUT_FRAMES = 21
+STYLES = ("joystick", "smooth")  # of the world's actions
 
 
 @dataclass
