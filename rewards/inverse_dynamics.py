@@ -76,8 +76,6 @@ class InverseDynamics:
         if not 0 < floor < 1:
             raise ValueError(f"inverse_dynamics: floor is {floor}; it is a probability strictly between 0 and 1")
         self.path = SHIPPED.get(str(weights), Path(weights))
-        if not self.path.is_file():
-            raise ValueError(f"inverse_dynamics: no weights at {self.path}; shipped: {', '.join(SHIPPED)}")
         self.score, self.granularity, self.floor = score, granularity, float(floor)
         self.value_range = (math.log(self.floor), 0.0) if score == "log_likelihood" else (0.0, 1.0)
 

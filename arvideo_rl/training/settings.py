@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +16,17 @@ from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.nft import NFT
 from arvideo_rl.outputs import check_folder
-from arvideo_rl.training.compare import HeldOut, check_held_out
-from arvideo_rl.training.prompts import STYLES, PromptConfig
+from arvideo_rl.training.compare import HeldOut, check_held_out, least_prompts
+from arvideo_rl.training.prompts import (
+    HELD_OUT_FRAMES,
+    HELD_OUT_SEED,
+    STYLES,
+    PromptConfig,
+    Prompts,
+    held_out_prompts,
+    own_prompts,
+    read_prompts,
+)
 from rewards import registry
 from rewards.contract import Reward
 
@@ -134,6 +144,35 @@ def notes(config: AlignConfig, generator: Generator) -> list[str]:
     for key, frames in (("frames", config.frames), ("held_out.frames", config.held_out.frames)):
         if frames > trained:
             out.append(f"{key}={frames} goes past the {trained} frames the generator was trained on: quality may drift")
+    if config.prompts.source != "world":
+        out.append(own_prompts(Path(config.prompts.source), config.frames)[2])
+        used = held_out_of(config)
+        if used.ids[0] >= HELD_OUT_SEED:
+            out.append(f"the comparison is on {len(used)} held-out prompts of the world")
+        elif len(used) < config.held_out.prompts:
+            out.append(f"the comparison is on {len(used)} prompts, not held_out.prompts={config.held_out.prompts}")
+    return out
+
+
+def held_out_of(config: AlignConfig) -> Prompts:
+    """The prompts a run is compared on: those its own file holds out, else (or where they are too few to compare
+    anything) the world's, with the style the run trains on."""
+    size = config.held_out
+    if config.prompts.source != "world":
+        own = own_prompts(Path(config.prompts.source), max(HELD_OUT_FRAMES, size.frames + 3))[1]
+        rows = list(range(len(own)))[size.skip : size.skip + size.prompts]
+        if len(rows) >= least_prompts(size):
+            return own.take(rows)
+    return held_out_prompts(size.prompts, size.frames, config.prompts.style, size.skip)
+
+
+def fixed(config: AlignConfig) -> dict[str, Any]:
+    """What a run directory belongs to: the resolved configuration, and what is in its prompt file."""
+    out = asdict(config)
+    if config.prompts.source != "world":
+        path = Path(config.prompts.source)
+        read_prompts(path, config.frames)  # refuses what is no prompt file in one line
+        out["prompt_file"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return out
 
 
@@ -164,22 +203,15 @@ def build_objective(part: Method, chunks: int) -> NFT:
     return objective
 
 
-def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str, str]:
-    """Sizes that follow from the configuration, as text by name; memory is of tensors in float32, estimated."""
+def plan(config: AlignConfig, generator: Generator, trainable: int, memory: dict[str, int]) -> dict[str, str]:
+    """Sizes that follow from the configuration, as text by name; ``memory`` in bytes, see memory.py."""
     s, model = generator.streaming, generator.transformer
     levels, chunks = len(s.levels), config.frames // s.chunk
     branches = config.prompts_per_step * config.group
     objective = build_objective(config.objective, chunks)
     trained = s.levels[: objective.train_levels]
     m = min(objective.levels_per_chunk, len(trained))
-    _, p_h, p_w = model.config.patch_size
-    tokens = (s.size // p_h) * (s.size // p_w)
-    dim = model.config.num_attention_heads * model.config.attention_head_dim
-    held = min(s.window or config.frames, config.frames)
     weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
-    cache = 2 * 4 * model.config.num_layers * held * tokens * dim * max(config.rollout_batch, config.update_batch)
-    rows = config.update_batch * m * s.chunk * tokens
-    graph = 4 * rows * model.config.num_layers * (14 * dim + 2 * model.config.ffn_dim)
     return {
         "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
         "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
@@ -188,8 +220,7 @@ def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str,
         "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
         "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
         "trained parameters": f"{trainable:,} of {weights:,}",
-        "memory": f"weights {weights * 4 / 2**20:.0f} MiB, adapters and optimizer {trainable * 16 / 2**20:.0f} MiB, "
-        f"context {cache / 2**20:.0f} MiB, one chunk's graph about {graph / 2**20:.0f} MiB",
+        "memory": ", ".join(f"{name} {n / 2**20:.0f} MiB" for name, n in memory.items()) + " (about)",
         "held-out comparison": f"{config.held_out.prompts} prompts x {config.held_out.noises} noises x "
         f"{config.held_out.frames} frames, before and after",
     }
