@@ -18,6 +18,7 @@ from torch import Tensor
 from arvideo_rl.generators.codec import IdentityCodec
 from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Script
+from arvideo_rl.generators.files import reading
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
 from samplers.schedule import warped_levels
@@ -81,7 +82,11 @@ class Generator:
         return self
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the folder; weights are stored in ``dtype`` (the networks in memory stay as they are)."""
+        """Write the folder; weights are stored in ``dtype`` (the networks in memory stay as they are). ValueError when
+        an adapter is attached: the folder would hold neither the base nor the adapted weights under their names."""
+        if any("lora_" in k for k, _ in self.transformer.named_parameters()):
+            raise ValueError(f"{folder} was not written: adapters are attached; merge them with fuse_lora and "
+                             "unload_lora, or write their run with arvideo convert format=merged")  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("transformer", "text_encoder"):
             module = getattr(self, name)
@@ -98,22 +103,25 @@ class Generator:
         folder = SHIPPED / source if (SHIPPED / str(source) / "generator.json").exists() else Path(source)
         if not (folder / "generator.json").exists():
             known = ", ".join(sorted(p.parent.name for p in SHIPPED.glob("*/generator.json")))
-            raise ValueError(f"no generator at {str(source)!r}: give a folder with generator.json or one of: {known}")
-        data = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
-        data["streaming"]["steps"] = tuple(data["streaming"]["steps"])
+            raise ValueError(f"no generator at {str(source)!r} (from {Path.cwd()}): give a folder with generator.json or "
+                             f"one of: {known}")  # fmt: skip
+        with reading(folder / "generator.json"):
+            data = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
+            data["streaming"]["steps"] = tuple(data["streaming"]["steps"])
+            codec, streaming = IdentityCodec(**data["codec"]), Streaming(**data["streaming"])
         return cls(
-            _load_strict(CausalWan, folder / "transformer"),
-            _load_strict(WordEncoder, folder / "text_encoder"),
-            IdentityCodec(**data["codec"]),
-            Streaming(**data["streaming"]),
-        )
+            _load_strict(CausalWan, folder / "transformer"), _load_strict(WordEncoder, folder / "text_encoder"),
+            codec, streaming,
+        )  # fmt: skip
 
 
 def _load_strict(kind: type[M], folder: Path) -> M:
     """Build from config.json and load every tensor in float32; diffusers' own loader would fill gaps at random."""
-    module = kind.from_config(kind.load_config(folder))  # type: ignore[attr-defined]
+    with reading(folder / "config.json"):
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        module = kind.from_config(told)  # type: ignore[attr-defined]
     path = folder / WEIGHTS_NAME
-    with safe_open(path, "pt") as file:
+    with reading(path), safe_open(path, "pt") as file:
         state = {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118
     try:
         module.load_state_dict(state)
