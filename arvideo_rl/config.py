@@ -8,7 +8,6 @@ in a file as on the command line, are relative to the directory where the comman
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import types
 import typing
@@ -21,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
-SEEDS = f"[0, {2**63 - 1}]"  # what every random generator in use takes
+SEEDS = f"[0, {2**32 - 1}]"  # what every random generator in use takes
 
 
 class ConfigError(ValueError):
@@ -96,7 +95,14 @@ def _merge(low: dict, high: dict) -> dict:
 
 def load(schema: type[T], source: str | None, overrides: list[str]) -> T:
     """Build ``schema`` from a file (or None: its defaults) and ``key=value`` overrides."""
-    data = read(find(source)) if source else {}
+    data: dict[str, Any] = {}
+    if source:
+        path = find(source)
+        data = read(path)
+        try:
+            check_keys(schema, data, "")
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
     for item in overrides:
         key, eq, value = item.partition("=")
         if not eq or not key:
@@ -113,12 +119,30 @@ def load(schema: type[T], source: str | None, overrides: list[str]) -> T:
         merged = OmegaConf.merge(OmegaConf.structured(schema), _literal(data))
         return typing.cast(T, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
-        raise ConfigError(f"{key}{str(error).splitlines()[0]}") from None
+        raise ConfigError(wrong_type(schema, data, error)) from None
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def wrong_type(schema: type, data: dict, error: OmegaConfBaseException, where: str = "") -> str:
+    """What to say of a value that is not of the schema's type; ``where`` stands before the key."""
+    path = str(error.full_key or "").split(".")
+    hint: Any = _hint(schema, path)
+    value: Any = data
+    for name in path:
+        value = value[name] if isinstance(value, dict) and name in value else None
+    shown = f"{where}{'.'.join(path)}={'null' if value is None else value}"
+    kinds = [TYPES[a] for a in typing.get_args(hint) or (hint,) if a in TYPES]
+    if _is_mapping(hint):
+        return f"{shown}: must hold keys, e.g. {where}{'.'.join(path)}.KEY=VALUE"
+    if typing.get_origin(hint) in (list, tuple) and kinds:
+        return f"{shown}: must be a list, each item {kinds[0]}"
+    return f"{shown}: must be {kinds[0]}" if kinds else f"{shown}: {str(error).splitlines()[0]}"
 
 
 def _value(text: str, hint: Any) -> Any:
@@ -159,9 +183,16 @@ def check_keys(schema: type, data: dict, where: str) -> None:
     for key, value in data.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, 1, 0.5)
+            inside = [k for k, h in hints.items() if not _is_mapping(h) and key in _keys_of(h)]
+            near = [f"{inside[0]}.{key}"] if inside else near  # right, but one level too high
             hint = f"did you mean {where}{near[0]}?" if near else f"known here: {', '.join(hints)}"
             raise ConfigError(f"unknown key {where}{key}; {hint}")
         kind = _dataclass_of(hints[key])
+        if typing.get_origin(hints[key]) in (list, tuple) and isinstance(value, list):
+            item_type = typing.get_args(hints[key])[0]
+            numbers = {int: int, float: (int, float)}.get(item_type, object)
+            if not all(isinstance(x, numbers) and not isinstance(x, bool) for x in value):
+                raise ConfigError(f"{where}{key}={value}: each item must be {TYPES[item_type]}")
         if kind is not None and isinstance(value, dict):
             inner = value.values() if _is_mapping(hints[key]) else [value]
             names = value.keys() if _is_mapping(hints[key]) else [None]
@@ -187,21 +218,22 @@ def check_ranges(config: Any, ranges: dict[str, str], where: str = "") -> None:
         value = config
         for name in key.split("."):
             value = value[name] if isinstance(value, dict) else getattr(value, name)
-        low, high = (float(x) for x in interval[1:-1].split(","))
+        low, high = (float(x) for x in interval[1:-1].split(", "))
         over = value is None or (value > low if interval[0] == "(" else value >= low)
         under = value is None or (value < high if interval[-1] == ")" else value <= high)
         if not (over and under):
-            raise ConfigError(f"{where}{key}={value}: use {_range(interval, low, high)}")
+            raise ConfigError(f"{where}{key}={value}: use {_range(interval)}")
 
 
-def _range(interval: str, low: float, high: float) -> str:
+def _range(interval: str) -> str:
     """An interval in words."""
-    start = f"above {low:g}" if interval[0] == "(" else f"{low:g} or more"
-    if math.isinf(high):
+    low, high = interval[1:-1].split(", ")
+    start = f"above {low}" if interval[0] == "(" else f"{low} or more"
+    if high == "inf":
         return f"a finite number {start}" if interval[0] == "(" else start
     if interval[0] == "[" and interval[-1] == "]":
-        return f"{low:.10g} to {high:.10g}"
-    return f"{start} and {'below' if interval[-1] == ')' else 'at most'} {high:g}"
+        return f"{low} to {high}"
+    return f"{start} and {'below' if interval[-1] == ')' else 'at most'} {high}"
 
 
 def check_choice(key: str, value: Any, known: Any) -> None:
@@ -210,6 +242,11 @@ def check_choice(key: str, value: Any, known: Any) -> None:
         near = difflib.get_close_matches(str(value), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"{key}={value}: {hint}choose one of {', '.join(known)}")
+
+
+def _keys_of(hint: Any) -> list[str]:
+    kind = _dataclass_of(hint)
+    return [f.name for f in fields(kind)] if kind else []
 
 
 def _is_mapping(hint: Any) -> bool:

@@ -49,7 +49,11 @@ def build(target: str, /, **args: Any) -> Reward:
     found = resolve(target)
     if isinstance(found, type):
         check_arguments(target, inspect.signature(found), args)
-        reward: Reward = found(**args)
+        try:
+            reward: Reward = found(**args)
+        except TypeError as error:  # mostly an argument of the wrong type
+            given = ", ".join(f"{k}={v}" for k, v in args.items()) or "no arguments"
+            raise ValueError(f"reward {target!r} cannot be built with {given}: {error}") from error
         return reward
     if inspect.isroutine(found):
         signature = inspect.signature(found)

@@ -6,6 +6,8 @@ from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
+MEMORY_KEYS = "batch, smooth or joystick"
+
 
 def help_text() -> str:
     """Text of --help."""

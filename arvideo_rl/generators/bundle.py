@@ -103,8 +103,8 @@ class Generator:
         folder = SHIPPED / source if (SHIPPED / str(source) / "generator.json").exists() else Path(source)
         if not (folder / "generator.json").exists():
             known = ", ".join(sorted(p.parent.name for p in SHIPPED.glob("*/generator.json")))
-            raise ValueError(f"no generator at {str(source)!r} (from {Path.cwd()}): give a folder with generator.json or "
-                             f"one of: {known}")  # fmt: skip
+            where = f"no generator at {str(source)!r} (seen from {Path.cwd()})"
+            raise ValueError(f"{where}: give a folder with generator.json or one of: {known}")
         with reading(folder / "generator.json"):
             data = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
             data["streaming"]["steps"] = tuple(data["streaming"]["steps"])

@@ -54,7 +54,7 @@ def check_held_out(size: HeldOut, processes: int = 1) -> None:
     counts = {k: "[1, inf)" for k in ("prompts", "noises", "frames", "batch")}
     check_ranges(size, counts | {"skip": f"[0, {HELD_OUT_MOST}]", "margin": "[0, inf)"}, "held_out.")
     for name in size.margins:
-        check_choice("held_out.margins", name, (*VERIFIERS, "actions_other_judge", "variety", "frechet"))
+        check_choice(f"held_out.margins.{name}", name, (*VERIFIERS, "actions_other_judge", "variety", "frechet"))
     check_ranges(size.margins, dict.fromkeys(size.margins, "[0, inf)"), "held_out.margins.")
     if size.frames < 2 or size.prompts < least_prompts(size, processes):
         raise ConfigError(

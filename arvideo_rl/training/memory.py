@@ -12,7 +12,6 @@ from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.training.settings import AlignConfig, build_objective
 
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-KEYS = "update_batch, rollout_batch, held_out.batch or objective.args.levels_per_chunk"  # what makes it less
 LOWER = {
     "weights": "policy.kind=lora keeps one copy of them",
     "adapters and optimizer": "lower policy.rank",

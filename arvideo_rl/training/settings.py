@@ -10,7 +10,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_keys, check_ranges, defaults
+from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_keys, check_ranges, defaults, wrong_type
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
@@ -111,6 +111,8 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     if not config.rewards:
         raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
     for name, part in config.rewards.items():
+        if not part.target:
+            raise ConfigError(f"rewards.{name} has no target; rewards here: {', '.join(config.rewards)}")
         if not 0 < abs(part.weight) < float("inf"):
             raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number other than 0")
         if part.args.get("weights") == "idm_heldout":
@@ -195,7 +197,7 @@ def build_objective(part: Method, chunks: int) -> NFT:
     try:
         objective = cast(NFT, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), part.args)))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"objective.args.{error.full_key}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(wrong_type(kind, part.args, error, "objective.args.")) from None
     if objective.from_chunk >= chunks:
         raise ConfigError(
             f"objective.args.from_chunk={objective.from_chunk} leaves no chunk to train: a rollout has {chunks}"
