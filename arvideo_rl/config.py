@@ -189,10 +189,7 @@ def check_keys(schema: type, data: dict, where: str) -> None:
             raise ConfigError(f"unknown key {where}{key}; {hint}")
         kind = _dataclass_of(hints[key])
         if typing.get_origin(hints[key]) in (list, tuple) and isinstance(value, list):
-            item_type = typing.get_args(hints[key])[0]
-            numbers = {int: int, float: (int, float)}.get(item_type, object)
-            if not all(isinstance(x, numbers) and not isinstance(x, bool) for x in value):
-                raise ConfigError(f"{where}{key}={value}: each item must be {TYPES[item_type]}")
+            _check_items(f"{where}{key}={value}", typing.get_args(hints[key]), value)
         if kind is not None and isinstance(value, dict):
             inner = value.values() if _is_mapping(hints[key]) else [value]
             names = value.keys() if _is_mapping(hints[key]) else [None]
@@ -203,6 +200,15 @@ def check_keys(schema: type, data: dict, where: str) -> None:
                 check_keys(kind, item, path)
         elif kind is not None and not (value is None and type(None) in typing.get_args(hints[key])):
             raise ConfigError(_wants_keys(f"{where}{key}." + "NAME." * _is_mapping(hints[key]), kind, value))
+
+
+def _check_items(shown: str, kinds: tuple, items: list) -> None:
+    """Refuse items of a list or tuple that are of another type or number, which OmegaConf does without their key."""
+    if Ellipsis not in kinds and len(kinds) > 1 and len(items) != len(kinds):
+        raise ConfigError(f"{shown}: give {len(kinds)} items")
+    numbers: tuple[type, ...] = {int: (int,), float: (int, float)}.get(kinds[0], (object,))
+    if not all(isinstance(x, numbers) and not isinstance(x, bool) for x in items):
+        raise ConfigError(f"{shown}: each item must be {TYPES[kinds[0]]}")
 
 
 def _wants_keys(path: str, kind: type, value: Any) -> str:

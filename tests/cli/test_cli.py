@@ -133,7 +133,7 @@ def test_generate_then_score(tmp_path):
 
 
 def test_generate_is_repeatable_and_a_switch_changes_only_what_follows(tmp_path):
-    base = ("generate", "prompt=a red ball rests", "frames=12", "format=png", "scale=1", "seed=3")
+    base = ("generate", "prompt=a red ball rests", "frames=12", "scale=1", "seed=3")
     for name, more in (("a.gif", ()), ("b.gif", ()), ("c.gif", ("switch=6: a blue cube rests",))):
         done = arvideo(*base, f"out={name}", *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
