@@ -7,6 +7,7 @@ Shape letters: P prompts, N noises per prompt, T pixel frames, D features.
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from arvideo_rl.config import ConfigError, check_choice, check_ranges
+from arvideo_rl.config import ConfigError, check_ranges
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.progress import hidden
 from arvideo_rl.training.prompts import Prompts
@@ -53,8 +54,12 @@ def check_held_out(size: HeldOut, processes: int = 1) -> None:
     """ConfigError for a comparison that cannot be made."""
     counts = {k: "[1, inf)" for k in ("prompts", "noises", "frames", "batch")}
     check_ranges(size, counts | {"skip": f"[0, {HELD_OUT_MOST}]", "margin": "[0, inf)"}, "held_out.")
+    known = (*VERIFIERS, "actions_other_judge", "variety", "frechet")
     for name in size.margins:
-        check_choice(f"held_out.margins.{name}", name, (*VERIFIERS, "actions_other_judge", "variety", "frechet"))
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"unknown key held_out.margins.{name}; {hint}known here: {', '.join(known)}")
     check_ranges(size.margins, dict.fromkeys(size.margins, "[0, inf)"), "held_out.margins.")
     if size.frames < 2 or size.prompts < least_prompts(size, processes):
         raise ConfigError(

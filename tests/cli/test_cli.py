@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from arvideo_rl.cli import doctor
 from arvideo_rl.cli.main import COMMANDS, main
 from arvideo_rl.media import read_video
 from rewards.contract import Clips, score
@@ -172,3 +174,15 @@ def test_align_evaluate_and_generate_from_the_run(tmp_path):
     compared = arvideo("evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "out=e.json", *sizes, cwd=tmp_path)
     assert compared.returncode == 0, compared.stderr
     assert "verifiers" in json.loads((tmp_path / "e.json").read_text())
+
+
+def test_doctor_looks_for_exactly_what_the_project_asks_for():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(lines: list[str]) -> set[str]:
+        return {re.match(r"[\w-]+", line)[0] for line in lines}
+
+    assert set(doctor.REQUIRED) == names(project["dependencies"])
+    extras = {k: names(v) for k, v in project["optional-dependencies"].items() if k != "dev"}
+    assert {k: set(v) for k, v in doctor.EXTRAS.items()} == extras

@@ -48,7 +48,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
     (TINY + "objective.args.levels_per_chunk=0", 1, "objective.args.levels_per_chunk=0: use 1 or more"),
     (TINY + "held_out.margin=-1", 1, "held_out.margin=-1.0: use 0 or more"),
     (TINY + "held_out.margins.sharpness=.nan", 1, "held_out.margins.sharpness=nan"),
-    (TINY + "held_out.margins.sharpnes=.1", 1, "held_out.margins.sharpnes=sharpnes: did you mean sharpness?"),
+    (TINY + "held_out.margins.sharpnes=.1", 1, "unknown key held_out.margins.sharpnes; did you mean sharpness?"),
     (TINY + "update_batch=100000000", 1, "lower update_batch"),
     (TINY + "name=..", 1, "name='..'"),
     ("distill distill/tiny steps=0", 1, "steps=0: use 1 or more"),
