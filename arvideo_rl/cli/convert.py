@@ -7,7 +7,8 @@ from pathlib import Path
 
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
-from arvideo_rl.config import ConfigError, load
+from arvideo_rl.config import ConfigError, check_choice, load
+from arvideo_rl.outputs import check_file, check_folder
 
 
 @dataclass
@@ -72,6 +73,10 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     out = Path(config.out)
     if out.exists():
         raise UsageError(f"out={out} exists; choose another or delete it")
+    if out.suffix in (".safetensors", ".pt"):
+        check_file(out)
+    else:
+        check_folder(out)
     kind = "run"
     if not run_of(split(source)[0]):
         try:
@@ -84,8 +89,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     unread = [k for k in ("lora", "container", "dtype") if kind != "checkpoint" and getattr(config, k)]
     if unread or (config.lora_alpha is not None and kind == "run"):
         raise UsageError(f"{(unread or ['lora_alpha'])[0]}= is not for a {kind}")
-    if config.dtype and config.dtype not in DTYPES:
-        raise UsageError(f"dtype={config.dtype}: choose one of {', '.join(DTYPES)}")
+    if config.dtype:
+        check_choice("dtype", config.dtype, DTYPES)
     if "--dry-run" in flags:
         found = load_aligned(source).checkpoint if kind == "run" else f"the {kind} {source}"
         print(f"would write {out} as {form} from {found}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from arvideo_rl.config import load, presets
 from arvideo_rl.generators.codec import IdentityCodec, WanCodec
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.files import WAY_OUT, reading
 from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
@@ -98,7 +99,11 @@ class Generator:
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write the folder. Weights are stored in ``dtype``, by default in their own (the networks in memory stay as
-        they are). A Wan's text encoder and VAE are not copied: they are named, and found again when it is loaded."""
+        they are). A Wan's text encoder and VAE are not copied: they are named, and found again when it is loaded.
+        ValueError when an adapter is attached: the folder would hold neither the base nor the adapted weights."""
+        if any("lora_" in k for k, _ in self.transformer.named_parameters()):
+            raise ValueError(f"{folder} was not written: adapters are attached; merge them with fuse_lora and "
+                             "unload_lora, or write their run with arvideo convert format=merged")  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("transformer",) if self.wan else ("transformer", "text_encoder"):
             module = getattr(self, name)
@@ -117,7 +122,7 @@ class Generator:
         """Load a folder written by :meth:`save`, a YAML file of the same keys, or a shipped generator or preset by
         name (``tiny``, ``self_forcing``). Strict: missing, unexpected or wrongly shaped weights are a ValueError."""
         path = find_generator(source)
-        told = load(Described, str(path), [])
+        told = _described(path)
         if told.wan:
             transformer, text, codec, said = load_parts(told.wan, path.parent)
             return cls(transformer, text, codec, told.streaming, told.wan, said)
@@ -138,16 +143,33 @@ def find_generator(source: str | Path) -> Path:
     names = [p.parent.name for p in SHIPPED.glob("*/generator.json")]
     names += [p.stem for p in (presets() / "generators").glob("*.yaml")]
     raise ValueError(
-        f"no generator at {str(source)!r}: give a folder with generator.json, a YAML file or one of: "
-        f"{', '.join(sorted(names))}"
+        f"no generator at {str(source)!r} (seen from {Path.cwd()}): give a folder with generator.json, "
+        f"a YAML file or one of: {', '.join(sorted(names))}"
     )
+
+
+def _described(path: Path) -> Described:
+    """The file's keys, checked. A folder's generator.json must say how it is streamed; nothing is assumed there."""
+    if path.suffix != ".json":
+        return load(Described, str(path), [])
+    with reading(path):
+        json.loads(path.read_text(encoding="utf-8"))["streaming"]
+    try:
+        return load(Described, str(path), [])
+    except ValueError as error:
+        raise ValueError(f"{error}; {WAY_OUT}") from None
 
 
 def _load_strict(kind: type[M], folder: Path) -> M:
     """Build from config.json and load every tensor in float32; diffusers' own loader would fill gaps at random."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"no {folder.name}/config.json in {folder.parent}: the generator is incomplete")
-    module = kind.from_config(kind.load_config(folder))  # type: ignore[attr-defined]
-    state, _ = read_tensors(folder)
-    load_strictly(module, {k: v.float() for k, v in state.items()}, folder)
+    with reading(folder / "config.json"):
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        module = kind.from_config(told)  # type: ignore[attr-defined]
+    with reading(folder / WEIGHTS_NAME):
+        (folder / WEIGHTS_NAME).stat()
+    try:
+        state, _ = read_tensors(folder / WEIGHTS_NAME)
+        load_strictly(module, {k: v.float() for k, v in state.items()}, folder / WEIGHTS_NAME)
+    except ValueError as error:
+        raise ValueError(f"{error}; {WAY_OUT}") from None
     return module.eval()

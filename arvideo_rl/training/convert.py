@@ -23,8 +23,10 @@ LORA_FORMS = {"diffusers": ("pytorch_lora_weights.safetensors", "transformer."),
 
 
 def is_lora(path: Path) -> bool:
-    """Whether a file or folder holds a LoRA and no whole weights."""
+    """Whether a file or folder holds a LoRA and no whole weights; ValueError when it holds neither."""
     if path.is_dir():
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(f"{path}: no .safetensors file in it")
         return (path / "adapter_model.safetensors").is_file()
     return any("lora_" in k for k in read_tensors(path, containers=LORA_CONTAINERS + CONTAINERS)[0])
 

@@ -23,8 +23,7 @@ from arvideo_rl.training.compare import Measured, compare, measure
 from arvideo_rl.training.export import export
 from arvideo_rl.training.interrupt import Stop
 from arvideo_rl.training.outcome import finish
-from arvideo_rl.training.prompts import Prompts, held_out_prompts
-from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, plan
+from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan
 
 
 def align(config: AlignConfig, given: str | None = None) -> Path:
@@ -39,18 +38,20 @@ def align(config: AlignConfig, given: str | None = None) -> Path:
 def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> Path:
     accelerator = accelerate_on_known_ground()
     resolved = dataclasses.asdict(config)
-    begun = rundir.look(folder, "align", resolved, FREE_ON_RESUME)
+    begun = rundir.look(folder, "align", fixed(config), FREE_ON_RESUME)
     if text := _finished(folder, config):
         accelerator.print(text)
         return folder
     run = Run(config, accelerator)  # refuses what cannot run before the directory is touched
+    for text in notes(config, run.generator):
+        accelerator.print(f"note: {text}")
     last = run.restore(folder) if begun else None
     if last is not None:
         accelerator.print(f"continuing {folder} after iteration {run.iteration}")
     accelerator.wait_for_everyone()  # all have read before one tidies up
     main = accelerator.is_main_process
     if main:
-        rundir.claim(folder, "align", resolved, FREE_ON_RESUME)
+        rundir.claim(folder, "align", fixed(config), FREE_ON_RESUME)
         tidy(folder, last, config.keep_last)
         rundir.start(folder, given, resolved)
     before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
@@ -90,7 +91,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
         metrics.close()
     after = _held_out(run, None, "measuring after")
     if main:
-        prompts = _prompts(config)
+        prompts = run.held_out
         weights = {name: part.weight for name, part in config.rewards.items()}
         result = compare(before, after, weights, config.held_out)
         facts = {
@@ -114,9 +115,10 @@ def accelerate_on_known_ground() -> Accelerator:
 def dry_run(config: AlignConfig) -> dict[str, str]:
     """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name."""
     folder = Path(config.out) / config.name
-    begun = rundir.look(folder, "align", dataclasses.asdict(config), FREE_ON_RESUME)
+    begun = rundir.look(folder, "align", fixed(config), FREE_ON_RESUME)
     run = Run(config, accelerate_on_known_ground())
-    sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()))
+    sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()), run.memory)
+    sizes |= {f"note {i}": text for i, text in enumerate(notes(config, run.generator), 1)}
     if text := _finished(folder, config):
         sizes["state"] = text
     elif begun and run.restore(folder):
@@ -133,12 +135,6 @@ def _finished(folder: Path, config: AlignConfig) -> str:
     return f"{folder} is finished after {done} iterations: see {path}; a larger iterations= continues it"
 
 
-def _prompts(config: AlignConfig) -> Prompts:
-    """Held-out prompts: always the world's, with the style the run trains on."""
-    size = config.held_out
-    return held_out_prompts(size.prompts, size.frames, config.prompts.style, size.skip)
-
-
 def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
     """Measure held out: with a ``cache`` the start point, once (an interrupted run reads it back), else the trained."""
     if cache is not None and cache.exists():
@@ -146,7 +142,7 @@ def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
             return Measured.from_tensors(load_file(cache))
         except (SafetensorError, KeyError) as error:
             run.accelerator.print(f"{cache} is damaged ({error}); measuring again, which gives the same")
-    accelerator, prompts = run.accelerator, _prompts(run.config)
+    accelerator, prompts = run.accelerator, run.held_out
     n, i = accelerator.num_processes, accelerator.process_index
     mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
     with torch.no_grad(), run.policies.using("start" if cache else "current") as model:

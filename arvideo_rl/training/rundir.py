@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,15 +22,25 @@ from arvideo_rl.training.checkpoints import checkpoints
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "omegaconf")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part."""
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part; OSError leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:  # a full disk names no file of its own
+        with suppress(OSError):
+            draft.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8; see :func:`write_bytes`."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -80,11 +91,13 @@ def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...
         if checkpoints(folder):
             raise ValueError(f"{folder} holds checkpoints of unknown origin; choose another name= or out=")
         return False
-    theirs = json.loads(stamp.read_text(encoding="utf-8"))
-    if theirs.get("kind") != kind:
-        raise ValueError(
-            f"{folder} belongs to a run of {theirs.get('kind')!r}, not {kind!r}; choose another name= or out="
-        )
+    try:
+        theirs = json.loads(stamp.read_text(encoding="utf-8"))
+        theirs["kind"], theirs["identity"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{stamp} is damaged; choose another name= or out=, or delete {folder}") from None
+    if theirs["kind"] != kind:
+        raise ValueError(f"{folder} belongs to a run of {theirs['kind']!r}, not {kind!r}; choose another name= or out=")
     if theirs["identity"] != identity(resolved, free):
         raise ValueError(f"{folder} holds a run with another configuration; choose another name= or out=, or delete it")
     return True

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from arvideo_rl.generators.bundle import Generator, Streaming
 from arvideo_rl.generators.codec import IdentityCodec
 from arvideo_rl.generators.context import Window
+from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.text import WordEncoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -134,3 +135,41 @@ def test_the_codec_inverts_and_clamps(randn):
     torch.testing.assert_close(codec.decode(codec.encode(pixels)), pixels)
     assert codec.encode(torch.tensor(0.7)).item() == pytest.approx(1.0)
     assert codec.decode(torch.tensor([-9.0, 9.0])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("generator.json", b'{"codec": {', "is damaged"),
+        ("generator.json", b"\xff\xfe{}", "is damaged"),
+        ("generator.json", b"[]", "is not such a file"),
+        ("generator.json", b'{"codec": {}}', "no 'streaming'"),
+        ("generator.json", b'{"codec": {}, "streaming": {"steps": [1000], "chnk": 3}}', "chnk"),
+        ("transformer/config.json", b"not json", "is damaged"),
+        ("transformer/config.json", None, "is missing"),
+        (f"transformer/{WEIGHTS}", b"not weights", "is damaged"),
+        (f"transformer/{WEIGHTS}", None, "is missing"),
+        (f"text_encoder/{WEIGHTS}", b"", "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_way_out(name, content, says, folder):
+    path = folder / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        Generator.load(folder)
+    line = str(error.value)
+    assert str(path) in line and says in line and "make or copy the generator again" in line and "\n" not in line
+
+
+def test_weights_cut_short_are_named(folder):
+    path = folder / "transformer" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"transformer/{WEIGHTS} is damaged"):
+        Generator.load(folder)
+
+
+def test_a_generator_with_adapters_attached_is_not_saved(generator, tmp_path):
+    Policies(generator.transformer, PolicyConfig(rank=2))
+    with pytest.raises(ValueError, match="adapters are attached.*arvideo convert"):
+        generator.save(tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()

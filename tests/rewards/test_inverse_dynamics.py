@@ -327,8 +327,8 @@ def test_training_learns_repeats_and_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "args, words",
     [
-        ({"augment": "strong"}, ("'strong'", "main or other")),
-        ({"out": "a.pt"}, ("'a.pt'", ".safetensors")),
+        ({"augment": "strong"}, ("strong", "main, other")),
+        ({"out": "a.pt"}, ("a.pt", ".safetensors")),
         ({"steps": 0}, ("steps=0",)),
         ({"unexplained": 1.0}, ("unexplained=1.0",)),
         ({"frames": 5}, ("frames=5",)),

@@ -18,8 +18,9 @@ from arvideo_rl.objectives.record import context_gap, walk
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.launch import align
+from arvideo_rl.training.prompts import held_out_prompts, own_prompts
 from arvideo_rl.training.rollout import roll_out
-from arvideo_rl.training.settings import check, lag_keep
+from arvideo_rl.training.settings import check, held_out_of, lag_keep
 
 ROOT = Path(__file__).parents[2]
 
@@ -333,3 +334,45 @@ def test_context_gap_is_zero_between_equal_policies(config):
     denoiser = Denoiser(run.policies, run.generator.streaming.attention_window(), record.script)
     old, current = (lambda n=n: run.policies.using(n) for n in ("old", "current"))
     assert context_gap(denoiser, record.latents, old, current) == 0
+
+
+def own_file(path: Path, count: int) -> None:
+    """``count`` different prompts of the small generator's words, with actions."""
+    texts = [f"a {c} {s} {m}" for c in ("red", "green", "blue", "yellow") for s in ("ball", "cube")
+             for m in ("rests", "slides left", "slides right")]  # fmt: skip
+    rows = [json.dumps({"prompt": t, "actions": ["turn left*20"]}) for t in texts[:count]]
+    path.write_text("\n".join(rows))
+
+
+def test_a_run_on_a_file_is_compared_on_what_the_file_holds_out(config, tmp_path, capsys):
+    path = tmp_path / "mine.jsonl"
+    own_file(path, 20)
+    config.prompts.source, config.held_out.prompts, config.held_out.noises, config.iterations = str(path), 8, 2, 1
+    folder = align(config)
+    said = capsys.readouterr().out
+    assert f"note: {path}: 16 prompts to train on, 4 held out" in said
+    assert "note: the comparison is on 4 prompts, not held_out.prompts=8" in said
+    assert json.loads((folder / "summary.json").read_text())["trained"]["n"] == 4
+
+    config.iterations = 2
+    own_file(path, 21)  # another file under the same name is another configuration
+    with pytest.raises(ValueError, match="another configuration"):
+        align(config)
+
+
+def test_too_few_held_out_prompts_of_a_file_give_way_to_the_world_s_and_it_is_said(config, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    own_file(path, 10)
+    config.prompts.source = str(path)  # 2 held out x 1 noise x 11 changes are fewer than 64 features
+    assert held_out_of(config).ids == held_out_prompts(8, 12, "joystick").ids
+    config.held_out.noises = 8
+    assert held_out_of(config).texts == own_prompts(path, 9)[1].texts
+
+
+def test_a_damaged_identity_is_named(config, tmp_path):
+    folder = tmp_path / config.name
+    folder.mkdir()
+    for content in ("{", "[]", "{}"):
+        (folder / "identity.json").write_text(content)
+        with pytest.raises(ValueError, match="identity.json is damaged; choose another name"):
+            align(config)
