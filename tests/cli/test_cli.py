@@ -17,7 +17,7 @@ from rewards.contract import Clips, score
 from rewards.inverse_dynamics import InverseDynamics
 
 ROOT = Path(__file__).parents[2]
-PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
+PRESETS = sorted(p for kind in ("align", "distill") for p in (ROOT / "configs" / kind).rglob("*.yaml"))
 
 
 def arvideo(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
