@@ -16,7 +16,10 @@ from torch import Tensor
 
 from rewards.contract import Clips, Reward, Scores
 
-REWARDS = {"inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics"}
+REWARDS = {
+    "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
+    "naive_colour": "rewards.naive_colour:naive_colour",  # an example of what goes wrong
+}
 
 
 class FunctionReward:

@@ -73,8 +73,8 @@ def _unknown_flag(arg: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point; exits 0, 1 (a value or a file that will not do), 2 (a command line that cannot be read), 130 or 143
-    (interrupted)."""
+    """Entry point; exits 0, 1 (a value or a file that will not do), 2 (a command line that cannot be read), 3 (a run
+    stopped by its own alarm), 130 or 143 (interrupted)."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not {"", os.getcwd()} & set(sys.path):  # module:attribute may name a file beside the user; last, to hide nothing
         sys.path.append(os.getcwd())

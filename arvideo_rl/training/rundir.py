@@ -127,6 +127,33 @@ def rows(path: Path, key: str, resume_at: int) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file, without a torn last line; none when there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines(keepends=True) if x.endswith("\n")]
+
+
+class Events:
+    """Appends to events.jsonl what a user should know of a run, one object a line: ``iteration`` (how many were done),
+    ``kind`` (alarm or note), ``text`` and what else is given. On resume, later ones are dropped; they come again."""
+
+    def __init__(self, folder: Path, resume_at: int = 0) -> None:
+        self._file = rows(folder / "events.jsonl", "iteration", resume_at + 1)
+        self.told = read_rows(folder / "events.jsonl")
+
+    def tell(self, iteration: int, kind: str, text: str, **more: Any) -> None:
+        """Write one event to the disk."""
+        self.told.append({"iteration": iteration, "kind": kind, "text": text, **more})
+        self._file.write(json.dumps(self.told[-1]) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class Metrics:
     """Appends one JSON object a line to metrics.jsonl and the same numbers to TensorBoard. On resume, lines from the
     resumed iteration on are dropped first, so that no iteration stands twice."""

@@ -16,6 +16,7 @@ from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.nft import NFT
 from arvideo_rl.outputs import check_folder
+from arvideo_rl.training.alarm import ACTIONS
 from arvideo_rl.training.compare import HeldOut, check_held_out, least_prompts
 from arvideo_rl.training.prompts import (
     HELD_OUT_FRAMES,
@@ -32,7 +33,7 @@ from rewards.contract import Reward
 
 OBJECTIVES = {"nft": NFT}
 LAGS = ("none", "nft", "slow", "frozen")
-FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "out", "name")
+FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
 
 @dataclass
@@ -52,12 +53,20 @@ class Method:
     args: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class ProbeConfig:
+    """A small held-out measurement while the run goes on (docs/hack_alarm.md)."""
+
+    every: int = 3  # iterations between looks, also at every checkpoint; 0 = none, and then no alarm
+    prompts: int = 16  # one video each; with fewer than 12 a fall is never beyond chance
+
+
 COUNT, POSITIVE = "[1, inf)", "(0, inf)"
 RANGES = {
     "seed": SEEDS, "iterations": COUNT, "prompts.count": COUNT, "prompts_per_step": COUNT, "group": "[2, inf)",
     "frames": COUNT, "policy.rank": COUNT, "policy.alpha": POSITIVE, "lr": POSITIVE, "weight_decay": "[0, inf)",
     "max_grad_norm": POSITIVE, "rollout_batch": COUNT, "update_batch": COUNT, "checkpoint_every": COUNT,
-    "keep_last": COUNT,
+    "keep_last": COUNT, "probe.every": "[0, inf)", "probe.prompts": "[1, 1024]",
 }  # fmt: skip
 
 
@@ -86,6 +95,8 @@ class AlignConfig:
     update_batch: int = 16  # branches in one backward
     checkpoint_every: int = 10
     keep_last: int = 3  # checkpoints kept, besides the best one
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    alarm: str = "warn"  # when the reward rises while verifiers fall: warn, stop (saved, exit code 3) or off
     held_out: HeldOut = field(default_factory=HeldOut)
 
 
@@ -103,6 +114,9 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     if config.name in ("", ".", "..") or "/" in config.name:
         raise ConfigError(f"name={config.name!r}: give the run a name without slashes")
     check_folder(Path(config.out) / config.name)
+    check_choice("alarm", config.alarm, ACTIONS)
+    if config.probe.every and config.probe.prompts < processes:
+        raise ConfigError(f"probe.prompts={config.probe.prompts}: use at least one a process, {processes}")
     check_choice("advantage", config.advantage, FORMS)
     check_choice("lag", config.lag, LAGS)
     check_choice("policy.kind", config.policy.kind, ("lora", "full"))
