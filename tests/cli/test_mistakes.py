@@ -292,3 +292,13 @@ def test_a_fault_of_the_user_s_reward_is_said_to_be_one(desk, capsys):
     assert code == 1 and not err
     flat = " ".join(out.replace("│", " ").split())
     assert "reward 'my_judge:fails' failed (AttributeError:" in flat and "'fames'" in flat
+
+
+def test_the_example_reward_of_the_documentation_works(desk, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    (desk / "doc_judge.py").write_text(code)
+    said(capsys, BALL + "out=b.mp4 frames=3 scale=1")
+    ended, out, err = said(capsys, "score b.mp4 reward=doc_judge:brightness out=s.csv")
+    assert ended == 0 and not err
+    assert 0 < float((desk / "s.csv").read_text().splitlines()[1].split(",")[1]) < 1

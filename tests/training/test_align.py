@@ -357,7 +357,7 @@ def test_a_run_on_a_file_is_compared_on_what_the_file_holds_out(config, tmp_path
 
     config.iterations = 2
     own_file(path, 21)  # another file under the same name is another configuration
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match="what is in the prompt file has changed"):
         align(config)
 
 
