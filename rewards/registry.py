@@ -34,7 +34,11 @@ class FunctionReward:
         self.hacked_by: str = getattr(function, "hacked_by", "unstated")
 
     def __call__(self, clips: Clips) -> Scores:
-        out = self.function(clips, **self.args)
+        try:
+            out = self.function(clips, **self.args)
+        except (ArithmeticError, AttributeError, LookupError, NameError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"reward {self.name!r} failed ({said}); mend the function") from error
         return out if isinstance(out, Scores) else Scores(out)
 
 
@@ -57,6 +61,12 @@ def build(target: str, /, **args: Any) -> Reward:
         except TypeError as error:  # mostly an argument of the wrong type
             given = ", ".join(f"{k}={v}" for k, v in args.items()) or "no arguments"
             raise ValueError(f"reward {target!r} cannot be built with {given}: {error}") from error
+        lacks = [x for x in ("name", "needs", "granularity") if not hasattr(reward, x)]
+        if lacks or not callable(reward):
+            what = ", ".join(lacks) or "__call__"
+            raise ValueError(
+                f"reward {target!r} lacks {what}; a reward class has name, needs, granularity and __call__"
+            )
         return reward
     if inspect.isroutine(found):
         signature = inspect.signature(found)

@@ -85,10 +85,10 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
             raise ConfigError(f"{source!r} is not an alignment run, nor weights to convert: {error}") from None
     form = config.format or ("official" if out.suffix in (".safetensors", ".pt") else "diffusers")
     if form not in FORMATS[kind]:
-        raise UsageError(f"format={form}: a {kind} can be written as {', '.join(FORMATS[kind])}")
+        raise ConfigError(f"format={form}: a {kind} can be written as {', '.join(FORMATS[kind])}")
     unread = [k for k in ("lora", "container", "dtype") if kind != "checkpoint" and getattr(config, k)]
     if unread or (config.lora_alpha is not None and kind == "run"):
-        raise UsageError(f"{(unread or ['lora_alpha'])[0]}= is not for a {kind}")
+        raise ConfigError(f"{(unread or ['lora_alpha'])[0]}= is not for a {kind}")
     if config.dtype:
         check_choice("dtype", config.dtype, DTYPES)
     if "--dry-run" in flags:

@@ -72,8 +72,9 @@ def alone(found: Measured) -> dict[str, dict[str, float]]:
     for key, value in found.values.items():
         by_prompt = value.double().nanmean(1)
         by_prompt = by_prompt[~by_prompt.isnan()]
-        se = by_prompt.std().item() / math.sqrt(max(1, len(by_prompt)))
-        out[key] = {"value": by_prompt.mean().item(), "se": se, "n": len(by_prompt)}
+        n = len(by_prompt)
+        se = by_prompt.std().item() / math.sqrt(n) if n > 1 else math.nan
+        out[key] = {"value": by_prompt.mean().item(), "se": se, "n": n}
     distance = frechet(found.features.flatten(0, -2), *InverseDynamics("idm_heldout").frechet_reference)
     out["frechet"] = {"value": distance, "n": len(found.features)}
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -135,7 +134,7 @@ def dry_run(config: AlignConfig) -> dict[str, str]:
 def _finished(folder: Path, config: AlignConfig) -> str:
     """What to tell the user of a run that has done its iterations; empty while it has not."""
     path = folder / "summary.json"
-    done = json.loads(path.read_text(encoding="utf-8"))["iterations"] if path.exists() else 0
+    done = rundir.read_json(path, "iterations")["iterations"] if path.exists() else 0
     if done < config.iterations:
         return ""
     return f"{folder} is finished after {done} iterations: see {path}; a larger iterations= continues it"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,25 +127,29 @@ def read_prompts(path: Path, frames: int) -> Prompts:
     """Read a prompt file (.txt or .jsonl; UTF-8 with or without byte-order mark, any line ends; blank lines skip)."""
     if not path.is_file():
         raise ValueError(f"prompt file {str(path)!r} does not exist")
+    if path.suffix.lower() not in ("", ".txt", ".jsonl"):
+        raise ValueError(f"prompt file {path}: use .txt, a prompt a line, or .jsonl, a JSON object a line")
     try:
-        lines = [
-            (i, x.strip()) for i, x in enumerate(path.read_bytes().decode("utf-8-sig").splitlines(), 1) if x.strip()
-        ]
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    split = re.split(r"\r\n|\n|\r", text)  # str.splitlines would also cut at marks that a JSON text may hold
+    lines = [(i, x.strip()) for i, x in enumerate(split, 1) if x.strip()]
     if not lines:
         raise ValueError(f"prompt file {path} holds no prompt")
     texts, actions = [], []
     for number, line in lines:
         prompt, acts = line, []
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             try:
                 data = json.loads(line)
                 prompt, acts = data["prompt"], data.get("actions", [])
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise ValueError(f'{path} line {number} is not a JSON object with a "prompt"') from None
-            if not isinstance(prompt, str):
-                raise ValueError(f"{path} line {number}: prompt {prompt!r} is not text")
+            if (near := difflib.get_close_matches("actions", data.keys() - {"actions"}, 1, 0.8)) and not acts:
+                raise ValueError(f'{path} line {number}: {near[0]!r} is not read; did you mean "actions"?')
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f"{path} line {number}: prompt {prompt!r} is not a text")
         try:
             actions.append(parse_actions(acts, frames))
         except ValueError as error:

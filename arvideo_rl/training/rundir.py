@@ -91,16 +91,50 @@ def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...
         if checkpoints(folder):
             raise ValueError(f"{folder} holds checkpoints of unknown origin; choose another name= or out=")
         return False
-    try:
-        theirs = json.loads(stamp.read_text(encoding="utf-8"))
-        theirs["kind"], theirs["identity"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{stamp} is damaged; choose another name= or out=, or delete {folder}") from None
+    theirs = read_json(stamp, "kind", "identity")
     if theirs["kind"] != kind:
         raise ValueError(f"{folder} belongs to a run of {theirs['kind']!r}, not {kind!r}; choose another name= or out=")
     if theirs["identity"] != identity(resolved, free):
-        raise ValueError(f"{folder} holds a run with another configuration; choose another name= or out=, or delete it")
+        odd = _difference(folder, resolved, free)
+        raise ValueError(f"{folder} holds a run with another configuration{odd}; choose another name= or out=, "
+                         "or delete it")  # fmt: skip
     return True
+
+
+def _difference(folder: Path, resolved: dict[str, Any], free: tuple[str, ...]) -> str:
+    """The first keys whose values differ from those of the run in ``folder``, in brackets; empty where unknown."""
+    try:
+        theirs = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return ""
+    if not isinstance(theirs, dict):
+        return ""
+    plain = json.loads(json.dumps(resolved, default=str))
+    there, here = (_flat({k: v for k, v in x.items() if k not in free}) for x in (theirs, plain))
+    odd = [k for k in here if k in there and here[k] != there[k]]
+    shown = ", ".join(f"{k}: {there[k]} there, {here[k]} here" for k in odd[:3])
+    if not odd and "prompt_file" in here:
+        return " (what is in the prompt file has changed)"
+    return f" ({shown}{', ...' if len(odd) > 3 else ''})" if odd else ""
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for k, v in data.items():
+        out |= _flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v}
+    return out
+
+
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """An object of a run's directory that has ``keys``; ValueError names a file that is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for key in keys:
+            data[key]
+    except (ValueError, KeyError, TypeError):
+        way_out = "choose another name= or out=, or delete it with its run"
+        raise ValueError(f"{path} is damaged; {way_out}") from None
+    return data
 
 
 def claim(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> None:
@@ -123,7 +157,13 @@ def rows(path: Path, key: str, resume_at: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(path, "".join(x for x in lines if x.endswith("\n") and json.loads(x)[key] < resume_at))
+        kept = []
+        for number, line in enumerate(lines, 1):
+            try:
+                kept += [line] if line.endswith("\n") and json.loads(line)[key] < resume_at else []
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path} line {number} is damaged; delete that line to continue the run") from None
+        write_text(path, "".join(kept))
     return path.open("a", encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ class Watch:
         for about, words in diagnose(self.rows):
             self._note(about, words)
         if not self.due():
-            return None, None
+            return score, rang
         assert self.prompts is not None
         look = Look(self.start, probe(self.run, self.prompts, "current"))
         found = look.metrics()
@@ -70,14 +70,14 @@ class Watch:
         self.rows[-1] |= found
         if not suspects(found, size.margins, size.margin):
             score = trained(self.run, look.now).nanmean().item()
-        names = parted(self.before, found, gain, size.margins, size.margin)
+        fell = parted(self.before, found, gain, size.margins, size.margin)
         known = {n for e in self.events.told if e["kind"] == "alarm" for n in e["verifiers"]} if self.events else set()
-        if config.alarm != "off" and set(names) - known and self.events:
-            rang = sentence(names, found, gain)
-            self._tell("alarm", rang, verifiers=names)
+        if config.alarm != "off" and set(fell) - known and self.events:
+            rang = sentence(fell, found, gain)
+            self._tell("alarm", rang, verifiers=fell)
         first_half = self.run.iteration - self.every < config.iterations / 2 <= self.run.iteration
-        if first_half and config.iterations >= 10 and (words := flat(changes, config.prompts_per_step, self.rows)):
-            self._note("flat", words)
+        if first_half and config.iterations >= 10 and (said := flat(changes, config.prompts_per_step, self.rows)):
+            self._note("flat", said)
         self.before = found
         if self.run.accelerator.num_processes > 1:
             rang = gather_object([rang])[0]

@@ -128,6 +128,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
     (TINY + "rewards.mine.weight=2", 1, "rewards.mine has no target"),
     (TINY + "rewards.mine.target=gone:judge", 1, "no module 'gone' on the Python path or in the working directory"),
     (TINY + "rewards.mine.target=my_judge:juge", 1, "did you mean 'judge'?"),
+    (TINY + "rewards.mine.target=my_judge:Bare", 1, "lacks name, needs, granularity"),
     (TINY + "rewards.mine.target=needy_judge:judge", 1, "imports 'nowhere_at_all', which is not installed"),
     (TINY + "rewards.mine.target=broken_judge:judge", 1, "cannot be imported (SyntaxError"),
     ("score notes.txt args.weights=gone.safetensors", 1, "cannot read weights gone.safetensors"),
@@ -142,7 +143,8 @@ def desk(tmp_path, monkeypatch):
         "blocked": b"x", "notes.txt": b"x", "latin.yaml": b"name: caf\xe9", "list.yaml": b"- 1", "empty.yaml": b"",
         "twice.yaml": b"lr: 1\nseed: 1\nlr: 2\n", "empty.txt": b"\xef\xbb\xbf\r\n\r\n", "latin.txt": b"caf\xe9",
         "two.txt": b"a red ball rests\na blue cube rests\na red ball rests\n", "purple.txt": b"a purple ball rests\n",
-        "my_judge.py": b"def judge(clips): return clips.frames.mean((1, 2, 3, 4))\n",
+        "my_judge.py": b"def judge(clips): return clips.frames.mean((1, 2, 3, 4))\n"
+                       b"def fails(clips): return clips.fames\nclass Bare: pass\n",
         "needy_judge.py": b"import nowhere_at_all\n", "broken_judge.py": b"def judge(:\n",
         "folder/readme": b"", "table.csv/x": b"", "cut/generator.json": b'{"codec": {',
     }  # fmt: skip
@@ -282,3 +284,21 @@ def test_out_of_memory_is_one_line_with_the_keys_to_lower(desk, capsys, monkeypa
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 1 GiB")
     assert "2.5 GiB more were asked for" in errors.explain(gpu, "batch")
     assert errors.explain(RuntimeError("boom")).startswith("RuntimeError: boom (--debug")
+
+
+def test_a_fault_of_the_user_s_reward_is_said_to_be_one(desk, capsys):
+    said(capsys, BALL + "out=b.mp4 frames=3 scale=1")
+    code, out, err = said(capsys, "score b.mp4 reward=my_judge:fails")
+    assert code == 1 and not err
+    flat = " ".join(out.replace("│", " ").split())
+    assert "reward 'my_judge:fails' failed (AttributeError:" in flat and "'fames'" in flat
+
+
+def test_the_example_reward_of_the_documentation_works(desk, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    (desk / "doc_judge.py").write_text(code)
+    said(capsys, BALL + "out=b.mp4 frames=3 scale=1")
+    ended, out, err = said(capsys, "score b.mp4 reward=doc_judge:brightness out=s.csv")
+    assert ended == 0 and not err
+    assert 0 < float((desk / "s.csv").read_text().splitlines()[1].split(",")[1]) < 1

@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import context_gap, walk
+from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
-from arvideo_rl.training.launch import align
+from arvideo_rl.training.launch import _finished, align
 from arvideo_rl.training.prompts import held_out_prompts, own_prompts
 from arvideo_rl.training.rollout import roll_out
 from arvideo_rl.training.settings import check, held_out_of, lag_keep
@@ -254,7 +255,7 @@ def test_a_run_ends_with_everything_in_its_directory_and_can_be_continued(config
     assert {"frechet", "sharpness", "actions_other_judge"} <= {v["name"] for v in summary["verifiers"]}
     assert all("margin" in v for v in summary["verifiers"])
     config.lr = 0.5
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match=r"another configuration \(lr: 0.001 there, 0.5 here\); choose another name="):
         align(config)
     config.lr, config.iterations = 1e-3, 3
     align(config)
@@ -356,7 +357,7 @@ def test_a_run_on_a_file_is_compared_on_what_the_file_holds_out(config, tmp_path
 
     config.iterations = 2
     own_file(path, 21)  # another file under the same name is another configuration
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match="what is in the prompt file has changed"):
         align(config)
 
 
@@ -367,6 +368,15 @@ def test_too_few_held_out_prompts_of_a_file_give_way_to_the_world_s_and_it_is_sa
     assert held_out_of(config).ids == held_out_prompts(8, 12, "joystick").ids
     config.held_out.noises = 8
     assert held_out_of(config).texts == own_prompts(path, 9)[1].texts
+
+
+def test_a_damaged_file_of_a_run_is_named(config, tmp_path):
+    (tmp_path / "summary.json").write_text('{"iterations"')
+    with pytest.raises(ValueError, match="summary.json is damaged"):
+        _finished(tmp_path, config)
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\nnoise\n{"iteration": 1}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl line 2 is damaged; delete that line"):
+        rundir.rows(tmp_path / "metrics.jsonl", "iteration", 2)
 
 
 def test_a_damaged_identity_is_named(config, tmp_path):

@@ -53,6 +53,9 @@ def test_jsonl_with_actions(tmp_path):
         ("p.jsonl", b'{"prompt": "x"}\nnot json', "line 2"),
         ("p.jsonl", b'{"text": "x"}', "line 1"),
         ("p.jsonl", b'{"prompt": "x", "actions": ["jump"]}', "line 1.*jump"),
+        ("p.jsonl", b'{"prompt": "x", "action": ["back"]}', 'line 1: .action. is not read; did you mean "actions"'),
+        ("p.jsonl", b'{"prompt": "x"}\n{"prompt": " "}', "line 2: prompt ' ' is not a text"),
+        ("p.csv", b"prompt,actions", "use .txt, a prompt a line, or .jsonl"),
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path, name, content, says):
@@ -110,3 +113,9 @@ def test_repeated_lines_are_left_out_and_reported_and_small_files_are_trained_on
     assert said.endswith("2 repeated left out (prompt 3 repeats 1, 4 repeats 2)")
     assert "none held out (of fewer than 10 different texts)" in said
     assert read_prompts(path, 4).texts == ("a", "b", "a", "b", "c"), "a file to generate from is taken as it is"
+
+
+def test_only_line_ends_end_a_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('{"prompt": "one\u2028line"}\r{"prompt": "two"}\n\r\n{"prompt": "three"}'.encode())
+    assert read_prompts(path, 4).texts == ("one\u2028line", "two", "three")
