@@ -158,6 +158,7 @@ class Reward(Protocol):
     value_range: tuple[float, float]
     licence: str
     hacked_by: str
+    # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts.
 
     def __call__(self, clips: Clips) -> Scores: ...
 

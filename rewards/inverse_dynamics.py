@@ -20,6 +20,7 @@ from rewards.contract import Clips, Scores, check_needs
 
 WEIGHTS = Path(__file__).parent / "weights"
 SHIPPED = {"idm": WEIGHTS / "idm.safetensors", "idm_heldout": WEIGHTS / "idm_heldout.safetensors"}
+FEATURES = 64  # D
 SCORES = ("log_likelihood", "expected_accuracy", "accuracy", "balanced_accuracy")
 BLOCK = {"cpu": 128}  # pairs at once; on a CPU small blocks stay in its cache and run three times faster
 LARGE_BLOCK = 8192  # elsewhere: bounds memory
@@ -28,7 +29,7 @@ LARGE_BLOCK = 8192  # elsewhere: bounds memory
 class InverseDynamicsNet(nn.Module):
     """Logits of A actions from two frames: strided convolutions on (a, b, b - a), then a small MLP."""
 
-    def __init__(self, actions: int = 5, *, size: int = 32, width: int = 64, features: int = 64):
+    def __init__(self, actions: int = 5, *, size: int = 32, width: int = 64, features: int = FEATURES):
         super().__init__()
         self.size = size
         self.convolutions = nn.Sequential(
@@ -157,6 +158,10 @@ class InverseDynamics:
     def _loaded(self) -> tuple[InverseDynamicsNet, dict[str, Tensor], dict[str, Any]]:
         return load(self.path)
 
+    def prepare(self) -> None:
+        """Read the weights now, so that damaged ones are found before anything else is computed."""
+        self._loaded  # noqa: B018
+
     @property
     def net(self) -> InverseDynamicsNet:
         """The network, frozen; read from disk on first use."""
@@ -189,11 +194,13 @@ def load(path: Path) -> tuple[InverseDynamicsNet, dict[str, Tensor], dict[str, A
         with safe_open(str(path), framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             report = json.loads((file.metadata() or {}).get("report", "{}"))
-    except (OSError, SafetensorError) as error:
+        if not isinstance(report, dict):
+            report = {}
+    except (OSError, ValueError, SafetensorError) as error:
         known = ", ".join(SHIPPED)
         raise ValueError(f"inverse_dynamics: cannot read weights {path} ({error}); shipped: {known}") from None
     extra = {k: tensors.pop(k) for k in ("class_frequency", "frechet.mean", "frechet.cov") if k in tensors}
-    if len(extra) < 3 or "labels" not in report:
+    if len(extra) < 3 or not {"labels", "size"} <= report.keys():
         raise ValueError(f"inverse_dynamics: {path} is not such a file; make one with 'arvideo rewards train-idm'")
     with torch.device("meta"):  # drawing initial weights would consume the global random state
         net = InverseDynamicsNet(len(report["labels"]), size=report["size"])

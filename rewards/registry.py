@@ -16,7 +16,10 @@ from torch import Tensor
 
 from rewards.contract import Clips, Reward, Scores
 
-REWARDS = {"inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics"}
+REWARDS = {
+    "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
+    "naive_colour": "rewards.naive_colour:naive_colour",  # an example of what goes wrong
+}
 
 
 class FunctionReward:
@@ -31,7 +34,11 @@ class FunctionReward:
         self.hacked_by: str = getattr(function, "hacked_by", "unstated")
 
     def __call__(self, clips: Clips) -> Scores:
-        out = self.function(clips, **self.args)
+        try:
+            out = self.function(clips, **self.args)
+        except (ArithmeticError, AttributeError, LookupError, NameError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"reward {self.name!r} failed ({said}); mend the function") from error
         return out if isinstance(out, Scores) else Scores(out)
 
 
@@ -49,7 +56,17 @@ def build(target: str, /, **args: Any) -> Reward:
     found = resolve(target)
     if isinstance(found, type):
         check_arguments(target, inspect.signature(found), args)
-        reward: Reward = found(**args)
+        try:
+            reward: Reward = found(**args)
+        except TypeError as error:  # mostly an argument of the wrong type
+            given = ", ".join(f"{k}={v}" for k, v in args.items()) or "no arguments"
+            raise ValueError(f"reward {target!r} cannot be built with {given}: {error}") from error
+        lacks = [x for x in ("name", "needs", "granularity") if not hasattr(reward, x)]
+        if lacks or not callable(reward):
+            what = ", ".join(lacks) or "__call__"
+            raise ValueError(
+                f"reward {target!r} lacks {what}; a reward class has name, needs, granularity and __call__"
+            )
         return reward
     if inspect.isroutine(found):
         signature = inspect.signature(found)
@@ -63,6 +80,13 @@ def build(target: str, /, **args: Any) -> Reward:
     return found
 
 
+def prepare(reward: Reward) -> None:
+    """Let ``reward`` load what it would load late, if it has such a thing; ValueError when it cannot."""
+    load = getattr(reward, "prepare", None)
+    if load is not None:
+        load()
+
+
 def resolve(target: str) -> Any:
     """The class or function that ``target`` names; ValueError when there is none."""
     path = REWARDS.get(target, target)
@@ -74,8 +98,13 @@ def resolve(target: str) -> Any:
         home = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module is there, but something it imports is not
-        raise ValueError(f"reward {target!r}: there is no module {error.name!r} on the Python path") from None
+            missing = f"{module!r} imports {error.name!r}, which is not installed"
+            raise ValueError(f"reward {target!r}: {missing}; pip install it") from error
+        where = "on the Python path or in the working directory"
+        raise ValueError(f"reward {target!r}: there is no module {error.name!r} {where}") from None
+    except Exception as error:  # whatever the module does when it is imported
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward {target!r}: {module!r} cannot be imported ({said}); mend it") from error
     if not hasattr(home, attribute):
         raise ValueError(f"reward {target!r}: {module!r} has no {attribute!r}{_nearest(attribute, dir(home))}")
     return getattr(home, attribute)

@@ -24,11 +24,12 @@ class ChunkDenoiser(Protocol):
     def start(self) -> Any:
         """The context of a stream that has not begun."""
 
-    def enter(self, context: Any) -> Any:
-        """Put the condition of the next chunk in force."""
+    def enter(self, context: Any, stop: int | None = None) -> Any:
+        """Put the condition of the next chunk in force, or of the frames up to ``stop`` when several chunks are read
+        at once."""
 
-    def denoise(self, x: Tensor, t: float, context: Any) -> Tensor:
-        """Noisy chunk at level t -> predicted clean chunk."""
+    def denoise(self, x: Tensor, t: float | Tensor, context: Any) -> Tensor:
+        """Noisy frames at level t (one number, or one per frame) -> predicted clean frames."""
 
     def refresh(self, x0: Tensor, context: Any) -> Any:
         """Clean chunk -> the context that also holds it."""
@@ -63,18 +64,31 @@ def stream(
     """
     context = denoiser.start() if context is None else context
     for start, stop in chunks:
-        index = start // (stop - start)  # a continued stream must not draw the first chunks' noise again
+        # A continued stream must not draw the first chunks' noise again; a first frame of its own is chunk 0.
+        index = -(-start // (stop - start))
         context = denoiser.enter(context)
-        x = draw(index, 0, "init")
+        x = draw(index, 0, "init")[:, : stop - start]
         for step, t in enumerate(levels):
             x0 = denoiser.denoise(x, t, context)
             if step + 1 < len(levels):
                 mean, std = consistency(x0, levels[step + 1])
-                x = mean + std * draw(index, step + 1, "renoise")
+                x = mean + std * draw(index, step + 1, "renoise")[:, : stop - start]
         if to_continue or (start, stop) != chunks[-1]:
             context = denoiser.refresh(x0, context)
         keep = stop - start if frames is None else min(stop, frames) - start
         yield Chunk(index, start, x0[:, :keep], context)
+
+
+@torch.no_grad()
+def given(denoiser: ChunkDenoiser, latents: Tensor, chunks: list[tuple[int, int]]) -> Any:
+    """The context after clean ``latents`` [B, F, C, H, W] that were not generated: an image or a video to continue.
+    ``chunks`` are the bounds that cover exactly F frames."""
+    if not chunks or chunks[-1][1] != latents.shape[1]:
+        raise ValueError(f"{latents.shape[1]} given frames are not the whole chunks {chunks}")
+    context = denoiser.start()
+    for start, stop in chunks:
+        context = denoiser.refresh(latents[:, start:stop], denoiser.enter(context))
+    return context
 
 
 def draw_from(keys: list[Key], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Draw:

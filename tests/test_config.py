@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from arvideo_rl.config import ConfigError, find, load, presets
+from arvideo_rl.config import ConfigError, check_ranges, find, load, presets
 
 
 @dataclass
@@ -100,3 +100,36 @@ def test_a_circle_of_bases_is_refused(tmp_path):
     write(tmp_path, "b.yaml", "base: a.yaml")
     with pytest.raises(ConfigError, match="base"):
         load(Schema, write(tmp_path, "a.yaml", "base: b.yaml"), [])
+
+
+def test_byte_order_mark_and_any_line_ends_are_read(tmp_path):
+    path = tmp_path / "windows.yaml"
+    path.write_bytes(b"\xef\xbb\xbfname: caf\xc3\xa9\r\nrate: 2\r\n\r\ninner:\r\n  depth: 4\r\n")
+    config = load(Schema, str(path), [])
+    assert (config.name, config.rate, config.inner.depth) == ("café", 2.0, 4)
+
+
+def test_a_mistake_in_a_file_names_the_file_and_one_on_the_command_line_does_not(tmp_path):
+    path = write(tmp_path, "mine.yaml", "nmae: x")
+    with pytest.raises(ConfigError, match=r"mine.yaml: unknown key nmae; did you mean name\?"):
+        load(Schema, path, [])
+    with pytest.raises(ConfigError, match="^unknown key nmae"):
+        load(Schema, write(tmp_path, "fine.yaml", "name: x"), ["nmae=1"])
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside", "words"),
+    [
+        ("[1, inf)", (1, 7), (0, float("nan")), "1 or more"),
+        ("(0, inf)", (1e-9,), (0, -1, float("inf"), float("nan")), "a finite number above 0"),
+        ("[0, 1]", (0, 1), (-0.1, 1.1), "0 to 1"),
+        ("[0, 1)", (0,), (1,), "0 or more and below 1"),
+        ("(0, 1]", (1,), (0,), "above 0 and at most 1"),
+    ],
+)
+def test_ranges_and_their_words(interval, inside, outside, words):
+    for value in (*inside, None):
+        check_ranges({"a": {"b": value}}, {"a.b": interval})
+    for value in outside:
+        with pytest.raises(ConfigError, match=f"here.a.b={value}: use {words}$"):
+            check_ranges({"a": {"b": value}}, {"a.b": interval}, "here.")

@@ -124,6 +124,7 @@ def main() -> None:
                 found = alternate(cases, args.repeats)
                 report(f"one chunk after {history} frames, {n} thread(s)", found, dict.fromkeys(found, 3))
         return
+    torch._dynamo.config.recompile_limit = 64  # thread counts, batches and first chunks each compile again
     blocks = {"": None, ", compiled": torch.compile(module._block)} if args.compile else {"": None}
     for streams in args.streams:
         cases = {f"{n} thread(s){how}": partial(stream_seconds, generator, streams, args.frames, n, block)

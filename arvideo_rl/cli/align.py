@@ -9,9 +9,12 @@ from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import find, load
 from arvideo_rl.progress import console
 
+MEMORY_KEYS = "update_batch, rollout_batch, held_out.batch or objective.args.levels_per_chunk"
+
 
 def help_text() -> str:
     """Text of --help."""
+    from arvideo_rl.objectives.nft import NFT
     from arvideo_rl.training.settings import AlignConfig
 
     return f"""arvideo align <config.yaml | preset> [key=value ...] [--dry-run]
@@ -20,9 +23,17 @@ Aligns a generator: prompts -> rollouts -> rewards -> advantages -> update; ends
 The same command continues a run that was interrupted. Example:
 
   arvideo align align/tiny_nft name=mine iterations=40 rewards.actions.args.score=accuracy
+  arvideo align align/tiny_nft rewards.mine.target=my_reward:judge    (function judge of my_reward.py in this directory)
+  arvideo align align/tiny_nft prompts.source=prompts.jsonl
 
-keys and defaults
-{keys(AlignConfig)}"""
+Of a prompt file every fifth different text is held out for the comparison; a file of fewer than 10 is trained on whole.
+Paths are relative to the directory where the command runs; only base: in a YAML file is relative to that file.
+
+keys and defaults; NAME is a reward's name, of your choice
+{keys(AlignConfig)}
+
+objective.args of nft
+{keys(NFT, "objective.args.")}"""
 
 
 def run(words: list[str], items: list[str], flags: set[str]) -> int:

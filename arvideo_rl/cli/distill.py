@@ -6,6 +6,8 @@ from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
+MEMORY_KEYS = "batch, levels, clips or the network"
+
 
 def help_text() -> str:
     """Text of --help."""

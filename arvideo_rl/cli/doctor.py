@@ -11,8 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from arvideo_rl.cli.main import UsageError
 
 REQUIRED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "open-clip-torch", "omegaconf",
-            "imageio", "imageio-ffmpeg", "safetensors", "opencv-python-headless", "rich", "tensorboard")  # fmt: skip
-EXTRAS = {"xformers": "cuda"}
+            "pyyaml", "imageio", "imageio-ffmpeg", "safetensors", "opencv-python-headless", "numpy", "pillow", "psutil",
+            "rich", "tensorboard")  # fmt: skip
+EXTRAS = {  # as in pyproject.toml, which a test compares
+    "cuda": ("xformers",),
+    "geometry": ("addict", "einops", "evo", "moviepy", "plyfile", "pycolmap", "trimesh"),
+    "preference": ("qwen-vl-utils", "sentencepiece"),
+    "serve": ("starlette", "uvicorn", "websockets"),
+    "ray": ("ray",),
+}
 
 
 def help_text() -> str:
@@ -35,11 +42,15 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         except PackageNotFoundError:
             bad += 1
             print(f"{name} MISSING: pip install {name}")
-    for name, extra in EXTRAS.items():
-        try:
-            print(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            print(f"{name} not installed (optional): pip install 'arvideo-rl[{extra}]'")
+    for extra, names in EXTRAS.items():
+        have, lack = [], []
+        for name in names:
+            try:
+                have.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                lack.append(name)
+        missing = f"without {', '.join(lack)} (optional): pip install 'arvideo-rl[{extra}]'"
+        print(f"extra {extra}: " + "; ".join([", ".join(have)] * bool(have) + [missing] * bool(lack)))
     for name in ("torchvision", "diffusers"):  # the two that break when versions do not fit torch
         try:
             importlib.import_module(name)

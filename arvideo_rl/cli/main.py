@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import re
 import sys
 from typing import NoReturn
+
+from arvideo_rl.cli.errors import explain
 
 COMMANDS = {  # name -> (module, one line)
     "align": ("arvideo_rl.cli.align", "align a generator with rewards, from a YAML file"),
@@ -48,20 +52,32 @@ def split(args: list[str]) -> tuple[list[str], list[str], set[str]]:
     """(plain words, key=value items, flags); UsageError for an unknown flag."""
     words, items, flags = [], [], set()
     for arg in args:
-        if arg.startswith("-") and "=" not in arg.split(" ")[0]:
+        if arg.startswith("-"):
             if arg not in FLAGS:
-                raise UsageError(f"unknown flag {arg}; flags are {', '.join(FLAGS)}, everything else is key=value")
+                raise UsageError(_unknown_flag(arg))
             flags.add("--help" if arg == "-h" else arg)
-        elif "=" in arg and arg.split("=", 1)[0].replace(".", "").replace("_", "").isalnum():
+        elif arg.startswith("="):
+            raise UsageError(f"{arg!r} stands alone; write key=value without spaces around =")
+        elif re.match(r"[\w.-]+=", arg):
             items.append(arg)
         else:
             words.append(arg)
     return words, items, flags
 
 
+def _unknown_flag(arg: str) -> str:
+    key, eq, value = arg.lstrip("-").replace("-", "_").partition("=")
+    near = difflib.get_close_matches(arg, FLAGS, 1, 0.8)
+    hint = f"did you mean {near[0]}?" if near and not eq else f"a setting is written {key}={value if eq else 'VALUE'}"
+    return f"unknown flag {arg}; {hint} (flags are {', '.join(FLAGS)})"
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point; exits 0, 1 (a user's error), 2 (wrong usage), 130 or 143 (interrupted)."""
+    """Entry point; exits 0, 1 (a value or a file that will not do), 2 (a command line that cannot be read), 3 (a run
+    stopped by its own alarm), 130 or 143 (interrupted)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if not {"", os.getcwd()} & set(sys.path):  # module:attribute may name a file beside the user; last, to hide nothing
+        sys.path.append(os.getcwd())
     try:
         sys.exit(_run(args))
     except UsageError as error:
@@ -74,10 +90,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if "--debug" in args:
             raise
-        message = " ".join(str(error).split())
-        if not isinstance(error, (ValueError, OSError, FloatingPointError)):  # not meant for a user: say so
-            message = f"{type(error).__name__}: {message} (--debug shows where; this may be a fault of arvideo)"
-        _fail(message or type(error).__name__, 1)
+        command = next((a for a in args if a in COMMANDS), None)
+        lower = getattr(sys.modules.get(COMMANDS[command][0]), "MEMORY_KEYS", "") if command else ""
+        _fail(explain(error, lower), 1)
 
 
 def _run(args: list[str]) -> int:

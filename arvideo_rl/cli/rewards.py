@@ -6,6 +6,8 @@ from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
+MEMORY_KEYS = "batch, smooth or joystick"
+
 
 def help_text() -> str:
     """Text of --help."""
@@ -41,6 +43,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         from arvideo_rl.training import idm
 
         config = load(idm.IdmConfig, None, items)
+        config.check()
         if "--dry-run" in flags:
             print(f"would train the inverse-dynamics model for {config.steps} steps and write {config.out}")
             return 0

@@ -1,54 +1,47 @@
 """A generator as one thing: transformer, text encoder, codec, and the streaming settings it was made for.
 
-On disk it is a folder: ``transformer/`` and ``text_encoder/`` in diffusers' format and ``generator.json``.
+On disk it is a folder: ``generator.json`` and ``transformer/`` in diffusers' format, with ``text_encoder/`` for a small
+generator, or with the base model's parts named in the JSON for a Wan. A YAML file of the same keys does as well: the
+presets in configs/generators/.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from arvideo_rl.generators.codec import IdentityCodec
-from arvideo_rl.generators.context import Window
-from arvideo_rl.generators.denoiser import Script
+from arvideo_rl.config import load, presets
+from arvideo_rl.generators.codec import IdentityCodec, WanCodec
+from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.files import WAY_OUT, reading
+from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
-from samplers.schedule import warped_levels
+from arvideo_rl.generators.umt5 import Umt5
+from arvideo_rl.generators.wan import WanParts, load_parts
+from arvideo_rl.generators.weights import load_strictly, read_tensors
+from samplers.rolling import rolling
+from samplers.stream import Chunk, Draw, stream
 
 M = TypeVar("M", bound=torch.nn.Module)
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"  # diffusers' name
 SHIPPED = Path(__file__).resolve().parents[1] / "weights"
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """How the generator is meant to be streamed; part of its weights' identity."""
+@dataclass
+class Described:
+    """What generator.json or a preset says."""
 
-    chunk: int = 3  # frames denoised together
-    window: int | None = 12  # frames a chunk attends to, sinks and the chunk itself included
-    sink: int = 3  # pinned oldest frames
-    positions: str = "adjacent"  # where the sinks are read: adjacent or absolute
-    steps: tuple[float, ...] = (1000.0, 750.0, 500.0, 250.0)  # nominal denoising steps of 1000
-    shift: float = 2.0  # warps the steps into noise levels
-    fps: float = 8.0  # pixel frames a second
-    size: int = 32  # pixels, square
-    trained_frames: int = 18  # longest clip seen in training
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """Warped noise levels the sampler visits."""
-        return warped_levels(self.steps, self.shift)
-
-    def attention_window(self) -> Window:
-        """The cache policy."""
-        return Window(self.chunk, self.window, self.sink, self.positions)
+    streaming: Streaming = field(default_factory=Streaming)
+    codec: IdentityCodec = field(default_factory=IdentityCodec)
+    wan: WanParts | None = None  # where a Wan's parts are; without it transformer/ and text_encoder/ lie beside
 
 
 @dataclass
@@ -56,67 +49,127 @@ class Generator:
     """Everything needed to make video from prompts and actions."""
 
     transformer: CausalWan
-    text_encoder: WordEncoder
-    codec: IdentityCodec = field(default_factory=IdentityCodec)
+    text_encoder: WordEncoder | Umt5
+    codec: IdentityCodec | WanCodec = field(default_factory=IdentityCodec)
     streaming: Streaming = field(default_factory=Streaming)
+    wan: WanParts | None = None  # where it was put together from
+    said: str = ""  # what was loaded, in one line
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """Shape [F, C, H, W] of one chunk."""
-        size = self.streaming.size
-        return self.streaming.chunk, self.transformer.config.in_channels, size, size
+        s, stride = self.streaming, self.codec.stride
+        return s.chunk, self.transformer.config.in_channels, s.size // stride, (s.width or s.size) // stride
 
     @torch.no_grad()
     def script(self, prompts: list[str], actions: Tensor | None = None, switches: tuple = ()) -> Script:
         """Encode prompts (one per stream), actions [B, F] and prompt switches ((frame, prompts), ...)."""
         device = self.transformer.device
         texts = [(0, prompts), *switches]
-        encoded = tuple((f, self.text_encoder(self.text_encoder.tokens(list(p)).to(device))) for f, p in texts)
+        encoded = tuple((f, self.text_encoder.embed(list(p)).to(device)) for f, p in texts)
         return Script(encoded, None if actions is None else actions.to(device))
+
+    def stream(
+        self,
+        model: Callable,
+        script: Script,
+        draw: Draw,
+        frames: int,
+        *,
+        context: Any = None,
+        start: int = 0,
+        trim: bool = False,
+        to_continue: bool = False,
+    ) -> Iterator[Chunk]:
+        """Stream ``frames`` frames in whole chunks (``trim`` cuts the last one) as the settings say. ``model`` is the
+        transformer or a policy over it; ``start`` is where ``context``, the past that is continued, ends."""
+        window = self.streaming.attention_window()
+        chunks = [c for c in window.chunks(frames) if c[0] >= start]
+        denoiser, levels = Denoiser(model, window, script, fixed=True), self.streaming.levels
+        kept = frames if trim else None
+        if self.streaming.joint:
+            return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)
+        return stream(denoiser, chunks, levels, draw, frames=kept, context=context, to_continue=to_continue)
 
     def to(self, device: torch.device | str) -> Generator:
         """Move the networks; returns self."""
-        self.transformer.to(device)
-        self.text_encoder.to(device)
+        for part in (self.transformer, self.text_encoder, self.codec):
+            part.to(device)
         return self
 
-    def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the folder; weights are stored in ``dtype`` (the networks in memory stay as they are)."""
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the folder. Weights are stored in ``dtype``, by default in their own (the networks in memory stay as
+        they are). A Wan's text encoder and VAE are not copied: they are named, and found again when it is loaded.
+        ValueError when an adapter is attached: the folder would hold neither the base nor the adapted weights."""
+        if any("lora_" in k for k, _ in self.transformer.named_parameters()):
+            raise ValueError(f"{folder} was not written: adapters are attached; merge them with fuse_lora and "
+                             "unload_lora, or write their run with arvideo convert format=merged")  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("transformer", "text_encoder"):
+        for name in ("transformer",) if self.wan else ("transformer", "text_encoder"):
             module = getattr(self, name)
             module.save_config(folder / name)
-            state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in module.state_dict().items()}
+            state = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in module.state_dict().items()}
             save_file(state, folder / name / WEIGHTS_NAME, {"format": "pt"})
-        data = {"codec": asdict(self.codec), "streaming": asdict(self.streaming)}
+        data = {"streaming": asdict(self.streaming)}
+        if self.wan:
+            data["wan"] = asdict(replace(self.wan, transformer="transformer", lora=None, container=None))
+        if isinstance(self.codec, IdentityCodec):
+            data["codec"] = asdict(self.codec)
         (folder / "generator.json").write_text(json.dumps(data, indent=2) + "\n")
 
     @classmethod
     def load(cls, source: str | Path) -> Generator:
-        """Load a folder written by :meth:`save`, or a shipped generator by name (``tiny``). Strict: missing,
-        unexpected or wrongly shaped weights are a ValueError."""
-        folder = SHIPPED / source if (SHIPPED / str(source) / "generator.json").exists() else Path(source)
-        if not (folder / "generator.json").exists():
-            known = ", ".join(sorted(p.parent.name for p in SHIPPED.glob("*/generator.json")))
-            raise ValueError(f"no generator at {str(source)!r}: give a folder with generator.json or one of: {known}")
-        data = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
-        data["streaming"]["steps"] = tuple(data["streaming"]["steps"])
-        return cls(
-            _load_strict(CausalWan, folder / "transformer"),
-            _load_strict(WordEncoder, folder / "text_encoder"),
-            IdentityCodec(**data["codec"]),
-            Streaming(**data["streaming"]),
-        )
+        """Load a folder written by :meth:`save`, a YAML file of the same keys, or a shipped generator or preset by
+        name (``tiny``, ``self_forcing``). Strict: missing, unexpected or wrongly shaped weights are a ValueError."""
+        path = find_generator(source)
+        told = _described(path)
+        if told.wan:
+            transformer, text, codec, said = load_parts(told.wan, path.parent)
+            return cls(transformer, text, codec, told.streaming, told.wan, said)
+        transformer = _load_strict(CausalWan, path.parent / "transformer")
+        text = _load_strict(WordEncoder, path.parent / "text_encoder")
+        size = sum(p.numel() for p in transformer.parameters())
+        said = f"loaded {size / 1e6:.1f} M parameters from {path.parent}"
+        return cls(transformer, text, told.codec, told.streaming, None, said)
+
+
+def find_generator(source: str | Path) -> Path:
+    """The generator.json or YAML file that ``source`` means; ValueError names what there is."""
+    given = Path(source)
+    for path in (SHIPPED / given / "generator.json", presets() / "generators" / f"{source}.yaml",
+                 given / "generator.json", given):  # fmt: skip
+        if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
+            return path
+    names = [p.parent.name for p in SHIPPED.glob("*/generator.json")]
+    names += [p.stem for p in (presets() / "generators").glob("*.yaml")]
+    raise ValueError(
+        f"no generator at {str(source)!r} (seen from {Path.cwd()}): give a folder with generator.json, "
+        f"a YAML file or one of: {', '.join(sorted(names))}"
+    )
+
+
+def _described(path: Path) -> Described:
+    """The file's keys, checked. A folder's generator.json must say how it is streamed; nothing is assumed there."""
+    if path.suffix != ".json":
+        return load(Described, str(path), [])
+    with reading(path):
+        json.loads(path.read_text(encoding="utf-8"))["streaming"]
+    try:
+        return load(Described, str(path), [])
+    except ValueError as error:
+        raise ValueError(f"{error}; {WAY_OUT}") from None
 
 
 def _load_strict(kind: type[M], folder: Path) -> M:
     """Build from config.json and load every tensor in float32; diffusers' own loader would fill gaps at random."""
-    module = kind.from_config(kind.load_config(folder))  # type: ignore[attr-defined]
-    path = folder / WEIGHTS_NAME
-    with safe_open(path, "pt") as file:
-        state = {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118
+    with reading(folder / "config.json"):
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        module = kind.from_config(told)  # type: ignore[attr-defined]
+    with reading(folder / WEIGHTS_NAME):
+        (folder / WEIGHTS_NAME).stat()
     try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit its config: {' '.join(str(error).split())}") from None
+        state, _ = read_tensors(folder / WEIGHTS_NAME)
+        load_strictly(module, {k: v.float() for k, v in state.items()}, folder / WEIGHTS_NAME)
+    except ValueError as error:
+        raise ValueError(f"{error}; {WAY_OUT}") from None
     return module.eval()

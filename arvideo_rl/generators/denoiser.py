@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arvideo_rl.generators.context import Context, Window
+from arvideo_rl.generators.switching import remember, switch
 from arvideo_rl.generators.transformer import Prediction
 
 
@@ -55,19 +56,23 @@ class Denoiser:
         """An empty context."""
         return self.window.start()
 
-    def enter(self, context: Context) -> Context:
-        """Put the prompt and actions of the next chunk in force."""
-        a, b = context.position, context.position + self.window.chunk
+    def enter(self, context: Context, stop: int | None = None) -> Context:
+        """Put the prompt and actions of the next chunk in force, or the actions up to frame ``stop``."""
+        a, b = context.position, stop or self.window.end_of(context.position)
         start, text = self.script.prompt_at(a)
+        if start == a > 0:
+            context = switch(self.model, self.window, context, text, self.script.actions_in)
         read = self._read.setdefault(start, {}) if self.fixed else None
         return context.condition(text, self.script.actions_in(a, b), read)
 
-    def denoise(self, x: Tensor, t: float, context: Context) -> Tensor:
-        """Predict the clean chunk from x [B, F, C, H, W] at noise level t."""
-        return self.model(x, torch.full(x.shape[:1], t, device=x.device), context).x0
+    def denoise(self, x: Tensor, t: float | Tensor, context: Context) -> Tensor:
+        """Predict the clean frames from x [B, F, C, H, W] at noise level t, a number or one per frame [F]."""
+        levels = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(*x.shape[: 1 + isinstance(t, Tensor)])
+        return self.model(x, levels, context).x0
 
     def refresh(self, x0: Tensor, context: Context) -> Context:
         """Run the clean chunk at t = 0 and commit its keys and values, detached."""
         out = self.model(x0, torch.zeros(x0.shape[:1], device=x0.device), context, write=True)
         assert out.span is not None
-        return self.window.commit(context, out.span.detach())
+        context = self.window.commit(context, out.span.detach())
+        return remember(self.window, context, x0.detach())

@@ -42,6 +42,10 @@ class WordEncoder(ModelMixin, ConfigMixin):
                 row[i] = self.index[word]
         return rows
 
+    def embed(self, prompts: list[str]) -> Tensor:
+        """Prompts to [B, length, dim]."""
+        return self(self.tokens(prompts).to(self.place.device))
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Word indices [B, length] to vectors [B, length, dim], zero at padding."""
         padding = tokens == 0

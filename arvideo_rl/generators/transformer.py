@@ -96,16 +96,18 @@ class CausalWan(WanTransformer3DModel):
         t = t[:, None].expand(batch, frames) if t.ndim == 1 else t
 
         temb = self._time(t, context.actions, copies)  # [B, F, E]
-        modulation = self.condition_embedder.time_proj(torch.nn.functional.silu(temb)).unflatten(-1, (6, -1))
+        project = self.condition_embedder.time_proj  # in a bfloat16 model the embedder before it stays in float32
+        modulation = project(torch.nn.functional.silu(temb).to(project.weight.dtype)).unflatten(-1, (6, -1))
         texts = self._texts(context)
 
         h = self.patch_embedding(x.transpose(1, 2).to(self.patch_embedding.weight.dtype))
         h = h.flatten(3).permute(0, 2, 3, 1)  # [B, F, L, E]
         if self.place_embedding is not None:
-            if self.place_embedding.shape[0] < frames or tuple(self.place_embedding.shape[1:3]) != grid:
+            if tuple(self.place_embedding.shape[1:3]) != grid:
                 known = "x".join(map(str, self.place_embedding.shape[:3]))
                 raise ValueError(f"chunk of {frames}x{grid[0]}x{grid[1]} tokens; this generator knows {known} places")
-            h = h + self.place_embedding[:frames].flatten(1, 2)
+            place = [f % len(self.place_embedding) for f in range(frames)]  # several chunks may be read at once
+            h = h + self.place_embedding[place].flatten(1, 2)
         dim = self.config.attention_head_dim
         positions = tuple(range(context.position, context.position + frames))
         here = rotation(positions, *grid, dim, x.device)
@@ -153,10 +155,12 @@ class CausalWan(WanTransformer3DModel):
     def _texts(self, context: Context) -> tuple[Tensor | tuple[Tensor, Tensor], ...]:
         """What each block reads of the prompt: the projected text, or where the context lets it be remembered and no
         gradient is asked for, the block's keys and values."""
+        assert context.text is not None
+        embedder = self.condition_embedder.text_embedder
         if context.read is None or torch.is_grad_enabled():
-            return (self.condition_embedder.text_embedder(context.text),) * len(self.blocks)
+            return (embedder(context.text.to(embedder.linear_1.weight.dtype)),) * len(self.blocks)
         if not context.read:
-            text = self.condition_embedder.text_embedder(context.text)
+            text = embedder(context.text.to(embedder.linear_1.weight.dtype))
             context.read.update(enumerate(_keys_of_text(block.attn2, text) for block in self.blocks))
         return tuple(context.read.values())
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from arvideo_rl.config import check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import Record, walk
 from samplers.kernels import forward
@@ -50,12 +51,9 @@ class NFT:
         ):
             if value not in known:
                 raise ValueError(f"objective {name} {value!r} is unknown; choose {' or '.join(known)}")
-        if self.beta <= 0 or self.adv_clip <= 0 or self.kl_weight < 0 or self.levels_per_chunk < 1:
-            raise ValueError("objective needs beta > 0, adv_clip > 0, kl_weight >= 0 and levels_per_chunk >= 1")
-        if self.train_levels is not None and self.train_levels < 1:
-            raise ValueError(f"objective train_levels={self.train_levels}: use 1 or more, or null for all")
-        if self.from_chunk < 0:
-            raise ValueError(f"objective from_chunk={self.from_chunk}: use 0 or more")
+        above, count = "(0, inf)", "[1, inf)"
+        ranges = {"beta": above, "adv_clip": above, "kl_weight": "[0, inf)", "from_chunk": "[0, inf)"}
+        check_ranges(self, ranges | {"levels_per_chunk": count, "train_levels": count}, "objective.args.")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -43,7 +43,8 @@ def walk(denoiser: Denoiser, latents: Tensor, writer) -> Iterator[tuple[int, int
     context = denoiser.start()
     bounds = denoiser.window.chunks(latents.shape[1])
     for index, (start, stop) in enumerate(bounds):
-        context = denoiser.enter(context)
+        with torch.no_grad(), writer():  # a prompt switch may run the network
+            context = denoiser.enter(context)
         yield index, start, stop, context
         if index + 1 < len(bounds):
             with torch.no_grad(), writer():

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.generators.policies import Policies, PolicyConfig
@@ -31,9 +32,10 @@ from arvideo_rl.training.checkpoints import (
     read_state,
     save_checkpoint,
 )
+from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.rollout import clips_of, reward_table, roll_out
-from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, lag_keep
+from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, held_out_of, lag_keep
 from arvideo_rl.world.verify import VERIFIERS
 from samplers.randomness import Key
 
@@ -49,13 +51,32 @@ class Run:
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         self.prompts = training_prompts(config.prompts, config.frames)
         prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
+        self.held_out = held_out_of(config)
+        self._check_prompts()
         self.base = base_of(self.generator.transformer, config.policy)
         self.policies = Policies(self.generator.transformer, config.policy, config.seed)
         self.optimizer = torch.optim.AdamW(
             self.policies.parameters().values(), lr=config.lr, weight_decay=config.weight_decay
         )
+        self.memory = estimate(config, self.generator, sum(p.numel() for p in self.policies.parameters().values()))
+        check_memory(self.memory, limit(accelerator.device))
         self.iteration = 0
         self.seconds = 0.0  # spent in steps, over all resumes
+
+    def _check_prompts(self) -> None:
+        """ConfigError for a prompt file that the generator or a reward could do nothing with."""
+        source = self.config.prompts.source
+        if source == "world":
+            return
+        if len(self.held_out) < self.accelerator.num_processes:
+            raise ConfigError(f"{source} holds out {len(self.held_out)} prompts, fewer than there are processes")
+        try:
+            self.generator.script([*self.prompts.texts, *self.held_out.texts])
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        for name, (reward, _) in self.rewards.items():
+            if "actions" in reward.needs and not self.prompts.actions[:, 1:].any():
+                raise ConfigError(f'rewards.{name} needs actions, but {source} has none; use a .jsonl with "actions"')
 
     def step(self) -> dict[str, float]:
         """One iteration; returns its metrics."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from arvideo_rl.generators.policies import adapt
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.training.align import base_of
 from arvideo_rl.training.checkpoints import check_base, newest, pick, read_state, read_tensors
+from arvideo_rl.training.rundir import read_json
 from arvideo_rl.training.settings import AlignConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +46,7 @@ def load_any(source: str) -> tuple[Generator, CausalWan, str]:
         if run and not (run / "generator" / "generator.json").is_file():
             raise ConfigError(f"{run} has not finished: continue with arvideo distill {run / 'config.yaml'}")
         generator = Generator.load(run / "generator" if run else source).to(DEVICE)
-        return generator, generator.transformer, f"generator {source}"
+        return generator, generator.transformer, f"generator {source}: {generator.said}"
     found = load_aligned(source)
     text = f"generator {found.config.generator} aligned by {found.checkpoint} ({found.tensors} tensors of "
     return found.generator, found.generator.transformer, f"{text}{found.config.policy.kind})"
@@ -98,4 +98,4 @@ def run_of(folder: Path) -> Path | None:
 def kind_of(run: Path) -> str:
     """What kind of run a directory belongs to."""
     stamp = run / "identity.json"
-    return json.loads(stamp.read_text(encoding="utf-8")).get("kind", "align") if stamp.is_file() else "align"
+    return read_json(stamp, "kind")["kind"] if stamp.is_file() else "align"

@@ -7,6 +7,7 @@ Shape letters: P prompts, N noises per prompt, T pixel frames, D features.
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,17 +17,19 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from arvideo_rl.config import ConfigError, check_ranges
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.progress import hidden
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.rollout import clips_of, reward_table, roll_out
 from arvideo_rl.world.verify import VERIFIERS, frechet
 from rewards.contract import Reward
-from rewards.inverse_dynamics import InverseDynamics
+from rewards.inverse_dynamics import FEATURES, InverseDynamics
 from samplers.randomness import Key
 
 NOISE_SEED = 77_000_001  # fixed for ever: before and after see the same noise
 RESAMPLES = 400
+HELD_OUT_MOST = 400_000_000  # prompts there are before seeds would run into others
 MARGINS = {  # wider than the rest, because at 64 prompts x 2 noises their error alone is 5 to 10 % of their value
     "frechet": 0.15,  # a distance between sets
     "variety": 0.30,  # few palettes, so differences of two clips are coarse
@@ -45,6 +48,31 @@ class HeldOut:
     batch: int = 32  # clips generated at once
     margin: float = 0.05  # share of the value before that a verifier may lose
     margins: dict[str, float] = field(default_factory=lambda: dict(MARGINS))  # exceptions, by verifier
+
+
+def check_held_out(size: HeldOut, processes: int = 1) -> None:
+    """ConfigError for a comparison that cannot be made."""
+    counts = {k: "[1, inf)" for k in ("prompts", "noises", "frames", "batch")}
+    check_ranges(size, counts | {"skip": f"[0, {HELD_OUT_MOST}]", "margin": "[0, inf)"}, "held_out.")
+    known = (*VERIFIERS, "actions_other_judge", "variety", "frechet")
+    for name in size.margins:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"unknown key held_out.margins.{name}; {hint}known here: {', '.join(known)}")
+    check_ranges(size.margins, dict.fromkeys(size.margins, "[0, inf)"), "held_out.margins.")
+    if size.frames < 2 or size.prompts < least_prompts(size, processes):
+        raise ConfigError(
+            f"held_out of {size.prompts} prompts x {size.noises} noises x {size.frames} frames is too small for a "
+            f"Frechet distance in {FEATURES} dimensions; use frames of 2 or more and "
+            f"{least_prompts(size, processes)} prompts or more"
+        )
+
+
+def least_prompts(size: HeldOut, processes: int = 1) -> int:
+    """Fewest held-out prompts: two for an error, one a process, and more changes than features for a covariance."""
+    rows = size.noises * (size.frames - 1)
+    return max(2, processes, FEATURES // rows + 1 if rows else 0)
 
 
 @dataclass(frozen=True)
@@ -159,7 +187,9 @@ def compare(before: Measured, after: Measured, trained: dict[str, float], size: 
     for key in after.values:  # in the order measured; "before" may come from a file, which sorts
         if key.startswith("reward/"):
             continue
-        verifiers.append({"name": key, **paired(before.values[key], after.values[key])})
+        found = paired(before.values[key], after.values[key])
+        if found["n"]:  # some verifiers read what only prompts or actions of the world say
+            verifiers.append({"name": key, **found})
     reference = InverseDynamics("idm_heldout").frechet_reference
     verifiers.append({"name": "frechet", **paired_frechet(before.features, after.features, reference)})
     for v in verifiers:

@@ -23,16 +23,18 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
+from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_ranges
 from arvideo_rl.generators.bundle import Generator, Streaming
 from arvideo_rl.generators.codec import IdentityCodec
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.outputs import check_folder
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
 from arvideo_rl.training.checkpoints import aside, load_checkpoint, newest, save_checkpoint, tidy
 from arvideo_rl.training.interrupt import Stop
-from arvideo_rl.world.dataset import SIZE, SWITCHES, Clips, load_clips
+from arvideo_rl.world.dataset import OTHER, SIZE, SWITCHES, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS, WORDS
 from samplers.kernels import forward
 from samplers.schedule import shift_level
@@ -79,18 +81,34 @@ class DistillConfig:
     streaming: Streaming = field(default_factory=Streaming)
 
 
+COUNT, SHARE, POSITIVE = "[1, inf)", "[0, 1]", "(0, inf)"
+RANGES = {
+    "seed": SEEDS, "steps": COUNT, "clips": f"[1, {OTHER}]", "switch_clips": f"[0, {OTHER}]", "batch": COUNT,
+    "levels": COUNT, "muon_lr": POSITIVE, "adam_lr": POSITIVE, "warmup": COUNT, "decay": SHARE, "ema": "[0, 1)",
+    "train_shift": POSITIVE, "pure_noise": SHARE, "floor": "(0, 1]", "first_weight": POSITIVE, "history_noise": SHARE,
+    "own_history": SHARE, "own_history_from": SHARE, "drop_actions": SHARE, "save_every": COUNT, "keep_last": COUNT,
+    "network.layers": COUNT, "network.ffn": COUNT, "network.text_dim": COUNT, "streaming.chunk": COUNT,
+    "streaming.window": COUNT, "streaming.sink": "[0, inf)", "streaming.shift": POSITIVE, "streaming.fps": POSITIVE,
+    "streaming.trained_frames": COUNT,
+}  # fmt: skip
 FREE_ON_RESUME = ("out", "save_every", "keep_last")  # steps is not free: the rates fall towards its end
 
 
 def check(config: DistillConfig) -> None:
     """Refuse what cannot be trained, in one line."""
-    for key in ("steps", "clips", "batch", "levels", "warmup", "save_every", "keep_last"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"{key}={getattr(config, key)}: use 1 or more")
-    if config.switch_clips < 0:
-        raise ValueError(f"switch_clips={config.switch_clips}: use 0 or more")
-    if not 0 < config.first_weight < float("inf"):
-        raise ValueError(f"first_weight={config.first_weight}: use a finite number above 0")
+    check_ranges(config, RANGES)
+    check_choice("streaming.positions", config.streaming.positions, ("adjacent", "absolute"))
+    steps, frames, chunk = config.streaming.steps, config.streaming.trained_frames, config.streaming.chunk
+    if not steps or not all(1000 >= a > b for a, b in zip(steps, (*steps[1:], 0))):
+        raise ConfigError(f"streaming.steps={list(steps)}: give falling numbers from 1000 down, above 0")
+    if frames % chunk:
+        near = f"{frames // chunk * chunk or chunk} or {(frames // chunk + 1) * chunk}"
+        raise ConfigError(f"streaming.trained_frames={frames} is not whole chunks of {chunk}; use {near}")
+    if config.network.text_dim % 4:
+        raise ConfigError(
+            f"network.text_dim={config.network.text_dim}: the text encoder has 4 heads, use a multiple of 4"
+        )
+    check_folder(Path(config.out))
     if config.streaming.size != SIZE:
         raise ValueError(f"streaming.size={config.streaming.size}: the world is rendered at {SIZE}")
     if config.network.dim < 32 or config.network.dim % 32:
@@ -117,6 +135,7 @@ def build(config: DistillConfig) -> Generator:
 
 def optimizers(generator: Generator, config: DistillConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for all other parameters."""
+    assert isinstance(generator.text_encoder, WordEncoder)
     named = list(generator.transformer.named_parameters())
     hidden = [p for k, p in named if k.startswith("blocks.") and p.ndim == 2]
     chosen = {id(p) for p in hidden}
@@ -149,10 +168,9 @@ def clip_loss(
     rng = np.random.default_rng((config.seed, step, 1))
     latents = generator.codec.encode(clips.batch(rows))
     b = latents.shape[0]
-    words = generator.text_encoder
     texts = {f: clips.captions_at(rows, f) for f in (0, *SWITCHES)}
     changes = [f for i, f in enumerate(texts) if i == 0 or texts[f] != list(texts.values())[i - 1]]
-    encoded = tuple((f, words(words.tokens(texts[f]))) for f in changes)
+    encoded = tuple((f, generator.text_encoder.embed(texts[f])) for f in changes)
     actions = torch.where(torch.from_numpy(rng.random(b) < config.drop_actions)[:, None], 0, clips.actions[rows])
     window = generator.streaming.attention_window()
     denoiser = Denoiser(generator.transformer, window, Script(encoded, actions))

@@ -16,14 +16,13 @@ from rich.progress import track
 from torch import Tensor
 
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.progress import hidden
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.world.scene import sample_actions
 from rewards.contract import Clips
 from rewards.inverse_dynamics import InverseDynamics
 from samplers.randomness import Key
-from samplers.stream import draw_from, stream
+from samplers.stream import draw_from
 
 LUMA = (0.299, 0.587, 0.114)
 PICTURE = ("brightness", "contrast", "edges")  # what must not drift
@@ -49,18 +48,17 @@ def segments(
             f"segment of {segment} frames: use a multiple of {settings.chunk}, {2 * settings.chunk} or more"
         )
     judge = InverseDynamics("idm_heldout", score="accuracy")
-    window = settings.attention_window()
     takes_actions = generator.transformer.action_embedding is not None
     script = generator.script(list(prompts.texts), actions if takes_actions else None)
     keys = [Key(SEED, 0, p) for p in prompts.ids]
     draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
-    chunks = window.chunks(actions.shape[1])
-    denoiser = Denoiser(model, window, script, fixed=True)
-    out, held = [], []
-    for chunk in track(stream(denoiser, chunks, settings.levels, draw), "streaming", len(chunks), disable=hidden()):
-        held.append(generator.codec.decode(chunk.latents).float().cpu())
+    frames = actions.shape[1]
+    out, held, decode = [], [], generator.codec.decoder()
+    chunks = generator.stream(model, script, draw, frames)
+    for chunk in track(chunks, "streaming", frames // settings.chunk, disable=hidden()):
+        held.append(decode(chunk.latents).float().cpu())
         done = chunk.start + settings.chunk
-        if done % segment == 0 or done >= actions.shape[1]:
+        if done % segment == 0 or done >= frames:
             pixels, first = torch.cat(held, 1), done - settings.chunk * len(held)
             out.append(
                 measure(pixels, actions[:, first : first + pixels.shape[1]], settings.chunk, judge, settings.fps)

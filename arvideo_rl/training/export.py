@@ -17,6 +17,8 @@ from torch import Tensor
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.pretrained import load_transformer, save_official
+from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.training.aligned import DEVICE, Aligned, load_aligned
 from arvideo_rl.training.checkpoints import aside
 from arvideo_rl.training.rundir import write_json
@@ -24,23 +26,25 @@ from arvideo_rl.training.rundir import write_json
 TOLERANCE = 1e-5  # of the largest output, in float32
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
+OFFICIAL_FILE = "generator.safetensors"
 
 
 def export(source: str, out: Path, form: str) -> str:
-    """Write the policy of ``source`` (see aligned.py) to folder ``out`` as ``diffusers`` or ``peft`` adapter or as
-    ``merged`` generator. Returns one line that says what was written and checked; ValueError, with nothing written,
-    when the copy does not give the policy's output."""
+    """Write the policy of ``source`` (see aligned.py) to folder ``out`` as ``diffusers`` or ``peft`` adapter, as
+    ``merged`` generator, or merged under Wan's own names (``official``). Returns one line that says what was written
+    and checked; ValueError, with nothing written, when the copy does not give the policy's output."""
     if form not in FORMS:
         raise ConfigError(f"format={form}: choose one of {', '.join(FORMS)}")
     policy = load_aligned(source)
-    if form != "merged" and policy.config.policy.kind != "lora":
+    whole = form in ("merged", "official")
+    if not whole and policy.config.policy.kind != "lora":
         raise ConfigError(f"format={form}: {source} trained all weights, so there is no adapter; use format=merged")
     expected = outputs(policy.generator, policy.generator.transformer)
     write, read = FORMS[form]
     with aside(out) as draft:
         written = write(policy, draft)
         fresh, model = read(policy, draft)
-        found = _adapter(fresh) if form != "merged" else fresh.transformer.state_dict()
+        found = _adapter(fresh) if not whole else fresh.transformer.state_dict()
         count = sum(k in found and torch.equal(found[k].cpu(), v) for k, v in written.items())
         if not count == len(written) == len(found) or not count:
             raise ValueError(f"{out} was not written: only {count} of {len(written)} tensors of {source} got through")
@@ -97,11 +101,16 @@ def _read_peft(policy: Aligned, folder: Path) -> tuple[Generator, Callable]:
     return fresh, PeftModel.from_pretrained(fresh.transformer, str(folder)).eval()
 
 
-def _write_merged(policy: Aligned, folder: Path) -> dict[str, Tensor]:
+def _merged(policy: Aligned) -> CausalWan:
     transformer = policy.generator.transformer
     if policy.config.policy.kind == "lora":
         transformer.fuse_lora()
         transformer.unload_lora()
+    return transformer
+
+
+def _write_merged(policy: Aligned, folder: Path) -> dict[str, Tensor]:
+    transformer = _merged(policy)
     policy.generator.save(folder)
     return {k: v.cpu() for k, v in transformer.state_dict().items()}
 
@@ -111,8 +120,24 @@ def _read_merged(policy: Aligned, folder: Path) -> tuple[Generator, Callable]:
     return fresh, fresh.transformer
 
 
+def _write_official(policy: Aligned, folder: Path) -> dict[str, Tensor]:
+    transformer = _merged(policy)
+    save_official(transformer, folder / OFFICIAL_FILE)
+    return {k: v.cpu() for k, v in transformer.state_dict().items()}
+
+
+def _read_official(policy: Aligned, folder: Path) -> tuple[Generator, Callable]:
+    fresh = Generator.load(policy.config.generator)
+    mine = fresh.transformer.config
+    fresh.transformer, _ = load_transformer(
+        folder / OFFICIAL_FILE, fresh.transformer.dtype, head_dim=mine.attention_head_dim, prediction=mine.prediction
+    )
+    return fresh.to(DEVICE), fresh.transformer
+
+
 FORMS = {
     "diffusers": (_write_diffusers, _read_diffusers),
     "peft": (_write_peft, _read_peft),
     "merged": (_write_merged, _read_merged),
+    "official": (_write_official, _read_official),
 }

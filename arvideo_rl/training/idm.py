@@ -21,6 +21,9 @@ from rich.progress import track
 from safetensors.torch import save
 from torch import Tensor
 
+from arvideo_rl.config import SEEDS, check_choice, check_ranges
+from arvideo_rl.outputs import check_file
+from arvideo_rl.training.rundir import write_bytes, write_text
 from arvideo_rl.world.dataset import HELD_OUT, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS
 from rewards import contract
@@ -70,17 +73,12 @@ class IdmConfig:
 
     def check(self) -> None:
         """Raise ValueError for a setting that cannot be."""
-        if self.augment not in AUGMENTS:
-            raise ValueError(f"augment={self.augment!r} is unknown; choose {' or '.join(AUGMENTS)}")
-        if not self.out.endswith(".safetensors"):
-            raise ValueError(f"out={self.out!r} must end with .safetensors")
-        if not 0 <= self.unexplained < 1:
-            raise ValueError(f"unexplained={self.unexplained} is a share of pairs; give 0 up to, not including, 1")
-        for name in ("steps", "batch", "smooth", "joystick", "held_out_smooth", "held_out_joystick"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.frames < 6:
-            raise ValueError(f"frames={self.frames} is too short to skip frames in; use 6 or more")
+        check_choice("augment", self.augment, AUGMENTS)
+        check_file(Path(self.out), suffixes=(".safetensors",))
+        counts = dict.fromkeys(("steps", "batch", "smooth", "joystick"), "[1, inf)")
+        held_out = dict.fromkeys(("held_out_smooth", "held_out_joystick"), "[1, inf)")
+        rest = {"seed": SEEDS, "lr": "(0, inf)", "unexplained": "[0, 1)", "frames": "[6, inf)"}  # frames are skipped
+        check_ranges(self, counts | held_out | rest)
 
 
 def run(config: IdmConfig) -> dict[str, Any]:
@@ -241,8 +239,5 @@ def probe(reward: InverseDynamics, clips: Clips, count: int = 128) -> dict[str, 
 
 def write(path: Path, tensors: dict[str, Tensor], report: dict[str, Any]) -> None:
     """Write weights with the report in their header, and the same report beside them as .json for people."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, {"report": json.dumps(report)}))
-    draft.replace(path)
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_bytes(path, save({k: v.contiguous() for k, v in tensors.items()}, {"report": json.dumps(report)}))
+    write_text(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")

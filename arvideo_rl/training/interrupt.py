@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,18 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.code = 128 + number
+
+
+class Alarmed(KeyboardInterrupt):
+    """A run was stopped by its own alarm, after saving; exit code 3."""
+
+    code = 3
+
+    def __init__(self, folder: Path, iteration: int) -> None:
+        super().__init__(
+            f"stopped by the alarm (alarm=stop); saved after iteration {iteration}; the best checkpoint before it is "
+            f"{folder}@best; to go on in spite of it: arvideo align {folder / 'config.yaml'} alarm=warn"
+        )
 
 
 class Stop:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import warnings
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -19,12 +17,13 @@ from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import sync, tidy
-from arvideo_rl.training.compare import Measured, compare, measure
+from arvideo_rl.training.compare import Measured, compare
 from arvideo_rl.training.export import export
-from arvideo_rl.training.interrupt import Stop
+from arvideo_rl.training.interrupt import Alarmed, Stop
 from arvideo_rl.training.outcome import finish
-from arvideo_rl.training.prompts import Prompts, held_out_prompts
-from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, plan
+from arvideo_rl.training.probe import measure_shared
+from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan
+from arvideo_rl.training.watch import Watch, check_alarm
 
 
 def align(config: AlignConfig, given: str | None = None) -> Path:
@@ -39,23 +38,29 @@ def align(config: AlignConfig, given: str | None = None) -> Path:
 def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> Path:
     accelerator = accelerate_on_known_ground()
     resolved = dataclasses.asdict(config)
-    begun = rundir.look(folder, "align", resolved, FREE_ON_RESUME)
+    begun = rundir.look(folder, "align", fixed(config), FREE_ON_RESUME)
     if text := _finished(folder, config):
         accelerator.print(text)
         return folder
+    if begun:
+        check_alarm(folder, config.alarm)
     run = Run(config, accelerator)  # refuses what cannot run before the directory is touched
+    for text in notes(config, run.generator):
+        accelerator.print(f"note: {text}")
     last = run.restore(folder) if begun else None
     if last is not None:
         accelerator.print(f"continuing {folder} after iteration {run.iteration}")
     accelerator.wait_for_everyone()  # all have read before one tidies up
     main = accelerator.is_main_process
     if main:
-        rundir.claim(folder, "align", resolved, FREE_ON_RESUME)
+        rundir.claim(folder, "align", fixed(config), FREE_ON_RESUME)
         tidy(folder, last, config.keep_last)
         rundir.start(folder, given, resolved)
     before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
     accelerator.wait_for_everyone()
     metrics = rundir.Metrics(folder, run.iteration) if main else None
+    accelerator.wait_for_everyone()  # the watch reads what was kept of the rows
+    watch = Watch(run, folder)
     bar = Progress(
         TextColumn("aligning"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"),
         TimeRemainingColumn(), disable=not main or hidden(),
@@ -64,6 +69,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
         task = bar.add_task("", total=config.iterations, completed=run.iteration)
         while run.iteration < config.iterations:
             values = run.step()
+            score, rang = watch.see(values)
             line = " ".join(
                 f"{k.removeprefix('reward/')} {v:.3f}"
                 for k, v in values.items()
@@ -77,28 +83,28 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
                         f"iteration {run.iteration}/{config.iterations} {line} kl {values.get('train/kl', 0):.4f}",
                         flush=True,
                     )
-            stopping = stop.asked(accelerator)
+            stopping = stop.asked(accelerator) or (rang and config.alarm == "stop")
             if stopping or run.iteration % config.checkpoint_every == 0 or run.iteration == config.iterations:
                 run.check_processes()
                 if metrics:
                     metrics.sync()
-                    run.save(folder)
+                    run.save(folder, score)
             if stopping:
+                watch.close()
                 accelerator.wait_for_everyone()  # or torchrun would end the process that saves, once another has left
+                if rang and config.alarm == "stop":
+                    raise Alarmed(folder, run.iteration)
                 raise stop.interrupted(f"saved after iteration {run.iteration} of {config.iterations}")
+    watch.close()
     if metrics:
         metrics.close()
     after = _held_out(run, None, "measuring after")
     if main:
-        prompts = _prompts(config)
+        prompts = run.held_out
         weights = {name: part.weight for name, part in config.rewards.items()}
         result = compare(before, after, weights, config.held_out)
-        facts = {
-            "name": config.name,
-            "seed": config.seed,
-            "iterations": run.iteration,
-            "seconds": round(run.seconds, 1),
-        }
+        facts = {"name": config.name, "seed": config.seed, "iterations": run.iteration,
+                 "seconds": round(run.seconds, 1), "alarms": watch.alarms()}  # fmt: skip
         if config.policy.kind == "lora":
             export(str(folder), folder / "adapter", "diffusers")
         finish(folder, result, facts, before, after, prompts, run.generator.streaming.fps)
@@ -114,9 +120,10 @@ def accelerate_on_known_ground() -> Accelerator:
 def dry_run(config: AlignConfig) -> dict[str, str]:
     """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name."""
     folder = Path(config.out) / config.name
-    begun = rundir.look(folder, "align", dataclasses.asdict(config), FREE_ON_RESUME)
+    begun = rundir.look(folder, "align", fixed(config), FREE_ON_RESUME)
     run = Run(config, accelerate_on_known_ground())
-    sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()))
+    sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()), run.memory)
+    sizes |= {f"note {i}": text for i, text in enumerate(notes(config, run.generator), 1)}
     if text := _finished(folder, config):
         sizes["state"] = text
     elif begun and run.restore(folder):
@@ -127,16 +134,10 @@ def dry_run(config: AlignConfig) -> dict[str, str]:
 def _finished(folder: Path, config: AlignConfig) -> str:
     """What to tell the user of a run that has done its iterations; empty while it has not."""
     path = folder / "summary.json"
-    done = json.loads(path.read_text(encoding="utf-8"))["iterations"] if path.exists() else 0
+    done = rundir.read_json(path, "iterations")["iterations"] if path.exists() else 0
     if done < config.iterations:
         return ""
     return f"{folder} is finished after {done} iterations: see {path}; a larger iterations= continues it"
-
-
-def _prompts(config: AlignConfig) -> Prompts:
-    """Held-out prompts: always the world's, with the style the run trains on."""
-    size = config.held_out
-    return held_out_prompts(size.prompts, size.frames, config.prompts.style, size.skip)
 
 
 def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
@@ -146,12 +147,7 @@ def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
             return Measured.from_tensors(load_file(cache))
         except (SafetensorError, KeyError) as error:
             run.accelerator.print(f"{cache} is damaged ({error}); measuring again, which gives the same")
-    accelerator, prompts = run.accelerator, _prompts(run.config)
-    n, i = accelerator.num_processes, accelerator.process_index
-    mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
-    with torch.no_grad(), run.policies.using("start" if cache else "current") as model:
-        found = measure(run.generator, model, mine, run.rewards, run.config.held_out, title)
-    found = Measured.join(gather_object([found]) if n > 1 else [found])
+    found = measure_shared(run, run.held_out, run.config.held_out, "start" if cache else "current", title)
     if cache is not None and run.accelerator.is_main_process:
         draft = cache.with_suffix(".tmp")
         save_file(found.tensors(), draft)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +18,17 @@ from arvideo_rl.world.scene import ACTIONS, sample_scenes
 TRAIN_SEED = 2_000_000  # beyond every scene that the shipped weights were trained on
 HELD_OUT_SEED = HELD_OUT + 500_000_000
 HELD_OUT_FRAMES = 21
+HOLD_OUT_EVERY, FEWEST_TO_SPLIT = 5, 10  # different texts of a user's file
+STYLES = ("joystick", "smooth")  # of the world's actions
 
 
 @dataclass
 class PromptConfig:
     """Where prompts come from. ``world`` draws captions and actions from scenes; anything else is a file: one prompt a
-    line (.txt), or one JSON object a line (.jsonl) with ``prompt`` and optionally ``actions``."""
+    line (.txt), or one JSON object a line (.jsonl) with ``prompt`` and optionally ``actions``. See own_prompts for what
+    of a file is held out."""
 
-    source: str = "world"
+    source: str = "world"  # world, or a file: .txt, a prompt a line; .jsonl, {"prompt", "actions"} a line
     count: int = 256  # training prompts to draw from the world (a file is taken whole)
     style: str = "joystick"  # world actions: joystick (a new command every 2 to 5 frames) or smooth
 
@@ -60,7 +65,36 @@ def training_prompts(config: PromptConfig, frames: int) -> Prompts:
     """What a run is trained on."""
     if config.source == "world":
         return world_prompts(TRAIN_SEED, config.count, frames, config.style)
-    return read_prompts(Path(config.source), frames)
+    return own_prompts(Path(config.source), frames)[0]
+
+
+def own_prompts(path: Path, frames: int) -> tuple[Prompts, Prompts, str]:
+    """(training prompts, held-out prompts, one line on what was done) of a user's file.
+
+    The rule: a line that repeats the text and actions of an earlier one is left out. Different texts are numbered in
+    the order in which they first stand; every fifth (5, 10, 15 ...) is held out, with all its actions. So no text is on
+    both sides, and lines added at the end move none. A file of fewer than 10 texts is trained on whole.
+    """
+    prompts, numbers = read_prompts(path, frames), []
+    places: dict[str, int] = {}
+    kept: dict[tuple, int] = {}
+    repeats = []
+    for row, (text, actions) in enumerate(zip(prompts.texts, prompts.actions.tolist())):
+        numbers.append(places.setdefault(text, len(places) + 1))
+        first = kept.setdefault((text, *actions), row)
+        if first != row:
+            repeats.append(f"{row + 1} repeats {first + 1}")
+    split = len(places) >= FEWEST_TO_SPLIT
+    out = [row for row in kept.values() if split and numbers[row] % HOLD_OUT_EVERY == 0]
+    train = [row for row in kept.values() if row not in set(out)]
+    said = f"{path}: {len(train)} prompts to train on, " + (
+        f"{len(out)} held out (every {HOLD_OUT_EVERY}th different text)" if split
+        else f"none held out (of fewer than {FEWEST_TO_SPLIT} different texts)"
+    )  # fmt: skip
+    if repeats:
+        shown = ", ".join(repeats[:3]) + (" ..." if len(repeats) > 3 else "")
+        said += f", {len(repeats)} repeated left out (prompt {shown})"
+    return prompts.take(train), prompts.take(out), said
 
 
 def list_actions(value: str | list) -> list[int]:
@@ -93,25 +127,29 @@ def read_prompts(path: Path, frames: int) -> Prompts:
     """Read a prompt file (.txt or .jsonl; UTF-8 with or without byte-order mark, any line ends; blank lines skip)."""
     if not path.is_file():
         raise ValueError(f"prompt file {str(path)!r} does not exist")
+    if path.suffix.lower() not in ("", ".txt", ".jsonl"):
+        raise ValueError(f"prompt file {path}: use .txt, a prompt a line, or .jsonl, a JSON object a line")
     try:
-        lines = [
-            (i, x.strip()) for i, x in enumerate(path.read_bytes().decode("utf-8-sig").splitlines(), 1) if x.strip()
-        ]
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    split = re.split(r"\r\n|\n|\r", text)  # str.splitlines would also cut at marks that a JSON text may hold
+    lines = [(i, x.strip()) for i, x in enumerate(split, 1) if x.strip()]
     if not lines:
         raise ValueError(f"prompt file {path} holds no prompt")
     texts, actions = [], []
     for number, line in lines:
         prompt, acts = line, []
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             try:
                 data = json.loads(line)
                 prompt, acts = data["prompt"], data.get("actions", [])
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise ValueError(f'{path} line {number} is not a JSON object with a "prompt"') from None
-            if not isinstance(prompt, str):
-                raise ValueError(f"{path} line {number}: prompt {prompt!r} is not text")
+            if (near := difflib.get_close_matches("actions", data.keys() - {"actions"}, 1, 0.8)) and not acts:
+                raise ValueError(f'{path} line {number}: {near[0]!r} is not read; did you mean "actions"?')
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f"{path} line {number}: prompt {prompt!r} is not a text")
         try:
             actions.append(parse_actions(acts, frames))
         except ValueError as error:
@@ -124,7 +162,9 @@ def prompt_rows(total: int, per_step: int, iteration: int, seed: int) -> list[in
     """Rows for one iteration: epochs are permutations drawn by (seed, epoch), cut into steps, so that the prompts of a
     step are all different and every prompt comes once an epoch (a remainder shorter than a step is left out)."""
     if per_step > total:
-        raise ValueError(f"{per_step} prompts a step need at least as many prompts, but there are {total}")
+        raise ValueError(
+            f"prompts_per_step={per_step}: there are {total} prompts to train on; use {total} or fewer, or add prompts"
+        )
     steps = total // per_step
     epoch, place = divmod(iteration, steps)
     order = np.random.default_rng((seed, epoch)).permutation(total)

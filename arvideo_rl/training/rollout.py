@@ -6,38 +6,37 @@ import torch
 from torch import Tensor
 
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import Record
 from arvideo_rl.training.prompts import Prompts
 from rewards.contract import Clips, Reward, score
 from samplers.randomness import Key
-from samplers.stream import draw_from, stream
+from samplers.stream import draw_from
 
 
 @torch.no_grad()
 def roll_out(generator: Generator, model, prompts: Prompts, keys: list[Key], frames: int, groups: Tensor) -> Record:
     """Generate one branch per row of ``prompts``, each under its own key. ``frames`` must be whole chunks."""
-    streaming = generator.streaming
-    window = streaming.attention_window()
+    if generator.streaming.joint:
+        raise ValueError("streaming.joint=true: what was denoised jointly cannot be trained on; set it to false")
     takes_actions = generator.transformer.action_embedding is not None
     script = generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
     draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
-    denoiser = Denoiser(model, window, script, fixed=True)
-    chunks = stream(denoiser, window.chunks(frames), streaming.levels, draw, to_continue=False)
-    return Record(torch.cat([c.latents for c in chunks], 1), script, keys, groups)
+    latents = torch.cat([c.latents for c in generator.stream(model, script, draw, frames)], 1)
+    return Record(latents, script, keys, groups)
 
 
 def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:
-    """Decode a record into what rewards read. Codecs so far have one pixel frame per frame."""
-    pixels = generator.codec.decode(record.latents).float().cpu()
-    frames = pixels.shape[1]
+    """Decode a record into what rewards read. Commands go with pixel frames, so a codec that makes several of a frame
+    leaves them out."""
+    codec, frames = generator.codec, record.latents.shape[1]
+    pixels = codec.decode(record.latents).float().cpu()
     return Clips(
         frames=pixels,
         fps=generator.streaming.fps,
         prompts=list(prompts.texts),
-        actions=prompts.actions[:, 1:frames].contiguous(),
+        actions=prompts.actions[:, 1:frames].contiguous() if pixels.shape[1] == frames else None,
         group_ids=record.groups,
-        chunk_starts=tuple(range(0, frames, generator.streaming.chunk)),
+        chunk_starts=tuple(codec.pixel_frames(a) for a, _ in generator.streaming.attention_window().chunks(frames)),
     )
 
 

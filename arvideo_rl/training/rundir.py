@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,15 +22,25 @@ from arvideo_rl.training.checkpoints import checkpoints
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "omegaconf")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part."""
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part; OSError leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:  # a full disk names no file of its own
+        with suppress(OSError):
+            draft.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8; see :func:`write_bytes`."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -80,14 +91,50 @@ def look(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...
         if checkpoints(folder):
             raise ValueError(f"{folder} holds checkpoints of unknown origin; choose another name= or out=")
         return False
-    theirs = json.loads(stamp.read_text(encoding="utf-8"))
-    if theirs.get("kind") != kind:
-        raise ValueError(
-            f"{folder} belongs to a run of {theirs.get('kind')!r}, not {kind!r}; choose another name= or out="
-        )
+    theirs = read_json(stamp, "kind", "identity")
+    if theirs["kind"] != kind:
+        raise ValueError(f"{folder} belongs to a run of {theirs['kind']!r}, not {kind!r}; choose another name= or out=")
     if theirs["identity"] != identity(resolved, free):
-        raise ValueError(f"{folder} holds a run with another configuration; choose another name= or out=, or delete it")
+        odd = _difference(folder, resolved, free)
+        raise ValueError(f"{folder} holds a run with another configuration{odd}; choose another name= or out=, "
+                         "or delete it")  # fmt: skip
     return True
+
+
+def _difference(folder: Path, resolved: dict[str, Any], free: tuple[str, ...]) -> str:
+    """The first keys whose values differ from those of the run in ``folder``, in brackets; empty where unknown."""
+    try:
+        theirs = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return ""
+    if not isinstance(theirs, dict):
+        return ""
+    plain = json.loads(json.dumps(resolved, default=str))
+    there, here = (_flat({k: v for k, v in x.items() if k not in free}) for x in (theirs, plain))
+    odd = [k for k in here if k in there and here[k] != there[k]]
+    shown = ", ".join(f"{k}: {there[k]} there, {here[k]} here" for k in odd[:3])
+    if not odd and "prompt_file" in here:
+        return " (what is in the prompt file has changed)"
+    return f" ({shown}{', ...' if len(odd) > 3 else ''})" if odd else ""
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for k, v in data.items():
+        out |= _flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v}
+    return out
+
+
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """An object of a run's directory that has ``keys``; ValueError names a file that is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for key in keys:
+            data[key]
+    except (ValueError, KeyError, TypeError):
+        way_out = "choose another name= or out=, or delete it with its run"
+        raise ValueError(f"{path} is damaged; {way_out}") from None
+    return data
 
 
 def claim(folder: Path, kind: str, resolved: dict[str, Any], free: tuple[str, ...]) -> None:
@@ -110,8 +157,41 @@ def rows(path: Path, key: str, resume_at: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(path, "".join(x for x in lines if x.endswith("\n") and json.loads(x)[key] < resume_at))
+        kept = []
+        for number, line in enumerate(lines, 1):
+            try:
+                kept += [line] if line.endswith("\n") and json.loads(line)[key] < resume_at else []
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path} line {number} is damaged; delete that line to continue the run") from None
+        write_text(path, "".join(kept))
     return path.open("a", encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file, without a torn last line; none when there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines(keepends=True) if x.endswith("\n")]
+
+
+class Events:
+    """Appends to events.jsonl what a user should know of a run, one object a line: ``iteration`` (how many were done),
+    ``kind`` (alarm or note), ``text`` and what else is given. On resume, later ones are dropped; they come again."""
+
+    def __init__(self, folder: Path, resume_at: int = 0) -> None:
+        self._file = rows(folder / "events.jsonl", "iteration", resume_at + 1)
+        self.told = read_rows(folder / "events.jsonl")
+
+    def tell(self, iteration: int, kind: str, text: str, **more: Any) -> None:
+        """Write one event to the disk."""
+        self.told.append({"iteration": iteration, "kind": kind, "text": text, **more})
+        self._file.write(json.dumps(self.told[-1]) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class Metrics:

@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from arvideo_rl.config import ConfigError, check_keys
+from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_keys, check_ranges, defaults, wrong_type
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.nft import NFT
-from arvideo_rl.training.compare import HeldOut
-from arvideo_rl.training.prompts import PromptConfig
+from arvideo_rl.outputs import check_folder
+from arvideo_rl.training.alarm import ACTIONS
+from arvideo_rl.training.compare import HeldOut, check_held_out, least_prompts
+from arvideo_rl.training.prompts import (
+    HELD_OUT_FRAMES,
+    HELD_OUT_SEED,
+    STYLES,
+    PromptConfig,
+    Prompts,
+    held_out_prompts,
+    own_prompts,
+    read_prompts,
+)
 from rewards import registry
 from rewards.contract import Reward
 
 OBJECTIVES = {"nft": NFT}
 LAGS = ("none", "nft", "slow", "frozen")
-FEATURES = 64  # of the inverse-dynamics model
-FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "out", "name")
+FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
 
 @dataclass
 class Part:
-    """A pluggable part: a name (or ``module:attribute``), its weight in a mixture, its arguments."""
+    """A pluggable part of a mixture."""
+
+    target: str = ""  # a name, or module:attribute with the module on the Python path or in the working directory
+    weight: float = 1.0  # in the mixture
+    args: dict[str, Any] = field(default_factory=dict)  # its arguments
+
+
+@dataclass
+class Method:
+    """A pluggable part of which there is one: a name and its arguments."""
 
     target: str = ""
-    weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ProbeConfig:
+    """A small held-out measurement while the run goes on (docs/hack_alarm.md)."""
+
+    every: int = 3  # iterations between looks, also at every checkpoint; 0 = none, and then no alarm
+    prompts: int = 16  # one video each; with fewer than 12 a fall is never beyond chance
+
+
+COUNT, POSITIVE = "[1, inf)", "(0, inf)"
+RANGES = {
+    "seed": SEEDS, "iterations": COUNT, "prompts.count": COUNT, "prompts_per_step": COUNT, "group": "[2, inf)",
+    "frames": COUNT, "policy.rank": COUNT, "policy.alpha": POSITIVE, "lr": POSITIVE, "weight_decay": "[0, inf)",
+    "max_grad_norm": POSITIVE, "rollout_batch": COUNT, "update_batch": COUNT, "checkpoint_every": COUNT,
+    "keep_last": COUNT, "probe.every": "[0, inf)", "probe.prompts": "[1, 1024]",
+}  # fmt: skip
 
 
 @dataclass
@@ -46,9 +83,9 @@ class AlignConfig:
     prompts_per_step: int = 4  # groups in an update
     group: int = 8  # branches per prompt
     frames: int = 18  # of a rollout; whole chunks
-    rewards: dict[str, Part] = field(default_factory=dict)
+    rewards: dict[str, Part] = field(default_factory=dict)  # any number, by names of the user's choice
     advantage: str = "group_z"  # group_z, global_std or centre
-    objective: Part = field(default_factory=lambda: Part("nft"))
+    objective: Method = field(default_factory=lambda: Method("nft"))
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -58,6 +95,8 @@ class AlignConfig:
     update_batch: int = 16  # branches in one backward
     checkpoint_every: int = 10
     keep_last: int = 3  # checkpoints kept, besides the best one
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    alarm: str = "warn"  # when the reward rises while verifiers fall: warn, stop (saved, exit code 3) or off
     held_out: HeldOut = field(default_factory=HeldOut)
 
 
@@ -70,40 +109,28 @@ def lag_keep(law: str, iteration: int) -> float:
 
 def check(config: AlignConfig, chunk: int, processes: int) -> None:
     """Refuse what cannot run, before anything runs; messages name the nearest values that can."""
-    size = config.held_out
-    counts = {k: getattr(config, k) for k in ("frames", "iterations", "prompts_per_step", "rollout_batch")}
-    counts |= {k: getattr(config, k) for k in ("update_batch", "checkpoint_every", "keep_last")}
-    counts |= {"policy.rank": config.policy.rank, "prompts.count": config.prompts.count}
-    counts |= {f"held_out.{k}": getattr(size, k) for k in ("prompts", "noises", "frames", "batch")}
-    for key, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{key}={count}: use 1 or more")
-    floors = {"seed": config.seed, "weight_decay": config.weight_decay, "held_out.skip": size.skip}
-    floors |= {"held_out.margin": size.margin} | {f"held_out.margins.{k}": v for k, v in size.margins.items()}
-    for key, value in floors.items():
-        if not value >= 0:
-            raise ConfigError(f"{key}={value}: use 0 or more")
-    for key in ("lr", "max_grad_norm"):
-        if not 0 < getattr(config, key) < float("inf"):
-            raise ConfigError(f"{key}={getattr(config, key)}: use a finite number above 0")
-    if config.policy.kind == "lora" and not 0 < config.policy.alpha < float("inf"):
-        raise ConfigError(f"policy.alpha={config.policy.alpha}: use a finite number above 0")
-    if not config.name or "/" in config.name:
+    check_ranges(config, RANGES)
+    check_held_out(config.held_out, processes)
+    if config.name in ("", ".", "..") or "/" in config.name:
         raise ConfigError(f"name={config.name!r}: give the run a name without slashes")
-    for key, known in (("advantage", FORMS), ("lag", LAGS)):
-        if getattr(config, key) not in known:
-            raise ConfigError(f"{key}={getattr(config, key)}: choose one of {', '.join(known)}")
-    if config.objective.target not in OBJECTIVES:
-        raise ConfigError(f"objective.target={config.objective.target}: choose one of {', '.join(OBJECTIVES)}")
+    check_folder(Path(config.out) / config.name)
+    check_choice("alarm", config.alarm, ACTIONS)
+    if config.probe.every and config.probe.prompts < processes:
+        raise ConfigError(f"probe.prompts={config.probe.prompts}: use at least one a process, {processes}")
+    check_choice("advantage", config.advantage, FORMS)
+    check_choice("lag", config.lag, LAGS)
+    check_choice("policy.kind", config.policy.kind, ("lora", "full"))
+    check_choice("prompts.style", config.prompts.style, STYLES)
+    check_choice("objective.target", config.objective.target, OBJECTIVES)
     if not config.rewards:
         raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
     for name, part in config.rewards.items():
+        if not part.target:
+            raise ConfigError(f"rewards.{name} has no target; rewards here: {', '.join(config.rewards)}")
         if not 0 < abs(part.weight) < float("inf"):
             raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number other than 0")
         if part.args.get("weights") == "idm_heldout":
             raise ConfigError(f"rewards.{name}.args.weights=idm_heldout: that model is the judge of every run")
-    if config.group < 2:
-        raise ConfigError(f"group={config.group}: advantages compare branches of one prompt; use 2 or more")
     if config.frames % chunk:
         low = config.frames // chunk * chunk
         raise ConfigError(f"frames={config.frames} is not whole chunks of {chunk}; use {low or chunk} or {low + chunk}")
@@ -115,28 +142,76 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
             f"{config.prompts_per_step} prompts x {config.group} branches do not divide over {processes} processes; "
             f"use prompts_per_step={' or '.join(map(str, near))}"
         )
-    rows = size.noises * (size.frames - 1)
-    least = max(2, processes, FEATURES // rows + 1 if rows else 0)
-    if size.frames < 2 or size.prompts < least:
-        raise ConfigError(
-            f"held_out of {size.prompts} prompts x {size.noises} noises x {size.frames} frames is too small for a "
-            f"Frechet distance in {FEATURES} dimensions; use frames of 2 or more and {least} prompts or more"
-        )
+
+
+def notes(config: AlignConfig, generator: Generator) -> list[str]:
+    """What is no mistake but worth knowing before a run: values that nothing reads (a ``base:`` may bring them, so they
+    are not refused), lengths the generator was not trained on."""
+    out = []
+    unused: list[tuple[str, Any, str, str]] = []
+    if config.policy.kind == "full":
+        unused += [("policy", config.policy, k, "policy.kind=full") for k in ("rank", "alpha", "targets")]
+    if config.prompts.source != "world":
+        unused += [("prompts", config.prompts, "count", "a prompt file, which is taken whole")]
+    for name, part, key, reason in unused:
+        if getattr(part, key) != defaults(type(part))[key]:
+            out.append(f"{name}.{key}={getattr(part, key)} is not used with {reason}")
+    trained = generator.streaming.trained_frames
+    for key, frames in (("frames", config.frames), ("held_out.frames", config.held_out.frames)):
+        if frames > trained:
+            out.append(f"{key}={frames} goes past the {trained} frames the generator was trained on: quality may drift")
+    if config.prompts.source != "world":
+        out.append(own_prompts(Path(config.prompts.source), config.frames)[2])
+        used = held_out_of(config)
+        if used.ids[0] >= HELD_OUT_SEED:
+            out.append(f"the comparison is on {len(used)} held-out prompts of the world")
+        elif len(used) < config.held_out.prompts:
+            out.append(f"the comparison is on {len(used)} prompts, not held_out.prompts={config.held_out.prompts}")
+    return out
+
+
+def held_out_of(config: AlignConfig) -> Prompts:
+    """The prompts a run is compared on: those its own file holds out, else (or where they are too few to compare
+    anything) the world's, with the style the run trains on."""
+    size = config.held_out
+    if config.prompts.source != "world":
+        own = own_prompts(Path(config.prompts.source), max(HELD_OUT_FRAMES, size.frames + 3))[1]
+        rows = list(range(len(own)))[size.skip : size.skip + size.prompts]
+        if len(rows) >= least_prompts(size):
+            return own.take(rows)
+    return held_out_prompts(size.prompts, size.frames, config.prompts.style, size.skip)
+
+
+def fixed(config: AlignConfig) -> dict[str, Any]:
+    """What a run directory belongs to: the resolved configuration, and what is in its prompt file."""
+    out = asdict(config)
+    if config.prompts.source != "world":
+        path = Path(config.prompts.source)
+        read_prompts(path, config.frames)  # refuses what is no prompt file in one line
+        out["prompt_file"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return out
 
 
 def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
-    """The configured rewards by name, with weights."""
-    return {name: (registry.build(p.target, **p.args), p.weight) for name, p in parts.items()}
+    """The configured rewards by name, with weights; ConfigError names the one that cannot be had."""
+    out = {}
+    for name, part in parts.items():
+        try:
+            out[name] = (registry.build(part.target, **part.args), part.weight)
+            registry.prepare(out[name][0])
+        except ValueError as error:
+            raise ConfigError(f"rewards.{name}: {error}") from error
+    return out
 
 
-def build_objective(part: Part, chunks: int) -> NFT:
+def build_objective(part: Method, chunks: int) -> NFT:
     """The configured objective; names and types of its arguments are checked against its fields."""
     kind = OBJECTIVES[part.target]
     check_keys(kind, part.args, "objective.args.")
     try:
         objective = cast(NFT, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), part.args)))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"objective.args.{error.full_key}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(wrong_type(kind, part.args, error, "objective.args.")) from None
     if objective.from_chunk >= chunks:
         raise ConfigError(
             f"objective.args.from_chunk={objective.from_chunk} leaves no chunk to train: a rollout has {chunks}"
@@ -144,22 +219,15 @@ def build_objective(part: Part, chunks: int) -> NFT:
     return objective
 
 
-def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str, str]:
-    """Sizes that follow from the configuration, as text by name; memory is of tensors in float32, estimated."""
+def plan(config: AlignConfig, generator: Generator, trainable: int, memory: dict[str, int]) -> dict[str, str]:
+    """Sizes that follow from the configuration, as text by name; ``memory`` in bytes, see memory.py."""
     s, model = generator.streaming, generator.transformer
     levels, chunks = len(s.levels), config.frames // s.chunk
     branches = config.prompts_per_step * config.group
     objective = build_objective(config.objective, chunks)
     trained = s.levels[: objective.train_levels]
     m = min(objective.levels_per_chunk, len(trained))
-    _, p_h, p_w = model.config.patch_size
-    tokens = (s.size // p_h) * (s.size // p_w)
-    dim = model.config.num_attention_heads * model.config.attention_head_dim
-    held = min(s.window or config.frames, config.frames)
     weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
-    cache = 2 * 4 * model.config.num_layers * held * tokens * dim * max(config.rollout_batch, config.update_batch)
-    rows = config.update_batch * m * s.chunk * tokens
-    graph = 4 * rows * model.config.num_layers * (14 * dim + 2 * model.config.ffn_dim)
     return {
         "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
         "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
@@ -168,8 +236,7 @@ def plan(config: AlignConfig, generator: Generator, trainable: int) -> dict[str,
         "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
         "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
         "trained parameters": f"{trainable:,} of {weights:,}",
-        "memory": f"weights {weights * 4 / 2**20:.0f} MiB, adapters and optimizer {trainable * 16 / 2**20:.0f} MiB, "
-        f"context {cache / 2**20:.0f} MiB, one chunk's graph about {graph / 2**20:.0f} MiB",
+        "memory": ", ".join(f"{name} {n / 2**20:.0f} MiB" for name, n in memory.items()) + " (about)",
         "held-out comparison": f"{config.held_out.prompts} prompts x {config.held_out.noises} noises x "
         f"{config.held_out.frames} frames, before and after",
     }

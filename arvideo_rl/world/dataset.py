@@ -5,7 +5,9 @@ Seeds below HELD_OUT are for training, those from HELD_OUT on for measuring; the
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +74,9 @@ def load_clips(first_seed: int, count: int, *, frames: int, style: str = "smooth
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         shape = (count, frames, 3, SIZE, SIZE)
+        if (free := shutil.disk_usage(path.parent).free) < (size := math.prod(shape)):  # a full disk kills a memory map
+            room = f"{size / 2**20:.0f} MiB of clips do not fit into {free / 2**20:.0f} MiB"
+            raise OSError(f"{path.parent}: {room}; free some space or set ARVIDEO_CACHE to another folder")
         try:
             out = np.lib.format.open_memmap(draft, mode="w+", dtype=np.uint8, shape=shape)
             blocks = [seeds[i : i + 8] for i in range(0, count, 8)]
@@ -82,7 +87,10 @@ def load_clips(first_seed: int, count: int, *, frames: int, style: str = "smooth
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-    pixels = np.load(path, mmap_mode="r")
+    try:
+        pixels = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError):
+        raise ValueError(f"rendered clips {path} are damaged; delete the file, they will be rendered again") from None
     if style != "switch":
         scenes = sample_scenes(seeds, frames, style=style)
         return Clips(pixels, scenes.captions, scenes.actions)

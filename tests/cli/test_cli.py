@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from arvideo_rl.cli import doctor
 from arvideo_rl.cli.main import COMMANDS, main
 from arvideo_rl.media import read_video
 from rewards.contract import Clips, score
 from rewards.inverse_dynamics import InverseDynamics
 
 ROOT = Path(__file__).parents[2]
-PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
+PRESETS = sorted(p for kind in ("align", "distill") for p in (ROOT / "configs" / kind).rglob("*.yaml"))
 
 
 def arvideo(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
@@ -70,15 +72,15 @@ def test_every_shipped_yaml_dry_runs(path, tmp_path, capsys, monkeypatch):
         (("align", "align/tiny_nft", "objective.args.bta=1"), 1, "beta"),
         (("align", "align/tiny_nft", "rewards.actions.target=inverse_dynamic"), 1, "did you mean"),
         (("align", "align/tiny_nft", "--dryrun"), 2, "unknown flag"),
-        (("generate",), 2, "exactly one of"),
+        (("generate",), 1, "exactly one of"),
         (("generate", "prompt=a purple ball rests"), 1, "purple"),
-        (("generate", "prompt=a red ball rests", "out=x.webm"), 2, ".mp4"),
-        (("generate", "prompt=a red ball rests", "frames=0"), 2, "1 or more"),
+        (("generate", "prompt=a red ball rests", "out=x.webm"), 1, ".mp4"),
+        (("generate", "prompt=a red ball rests", "frames=0"), 1, "1 or more"),
         (("generate", "prompt=a red ball rests", "actions=jump"), 1, "turn left"),
-        (("generate", "prompt=a red ball rests", "switch=4: a blue cube rests"), 2, "use 3 or 6"),
-        (("generate", "prompt=a red ball rests", "frames=6", "switch=24: a blue cube rests"), 2, "has 6 frames"),
-        (("generate", "prompt=a red ball rests", "frames=4", "actions=back*9"), 2, "9 actions"),
-        (("generate", "prompt=a red ball rests", "seconds=.inf"), 2, "seconds="),
+        (("generate", "prompt=a red ball rests", "switch=4: a blue cube rests"), 1, "use 3 or 6"),
+        (("generate", "prompt=a red ball rests", "frames=6", "switch=24: a blue cube rests"), 1, "has 6 frames"),
+        (("generate", "prompt=a red ball rests", "frames=4", "actions=back*9"), 1, "9 actions"),
+        (("generate", "prompt=a red ball rests", "seconds=.inf"), 1, "seconds="),
         (("generate", "prompts=nowhere.txt"), 1, "does not exist"),
         (("align", "align/tiny_nft", "objective.args.kl_weight=strong"), 1, "objective.args.kl_weight"),
         (("align", "align/tiny_nft", "max_grad_norm=-1"), 1, "above 0"),
@@ -133,7 +135,7 @@ def test_generate_then_score(tmp_path):
 
 
 def test_generate_is_repeatable_and_a_switch_changes_only_what_follows(tmp_path):
-    base = ("generate", "prompt=a red ball rests", "frames=12", "format=png", "scale=1", "seed=3")
+    base = ("generate", "prompt=a red ball rests", "frames=12", "scale=1", "seed=3")
     for name, more in (("a.gif", ()), ("b.gif", ()), ("c.gif", ("switch=6: a blue cube rests",))):
         done = arvideo(*base, f"out={name}", *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -172,3 +174,15 @@ def test_align_evaluate_and_generate_from_the_run(tmp_path):
     compared = arvideo("evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "out=e.json", *sizes, cwd=tmp_path)
     assert compared.returncode == 0, compared.stderr
     assert "verifiers" in json.loads((tmp_path / "e.json").read_text())
+
+
+def test_doctor_looks_for_exactly_what_the_project_asks_for():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(lines: list[str]) -> set[str]:
+        return {re.match(r"[\w-]+", line)[0] for line in lines}
+
+    assert set(doctor.REQUIRED) == names(project["dependencies"])
+    extras = {k: names(v) for k, v in project["optional-dependencies"].items() if k != "dev"}
+    assert {k: set(v) for k, v in doctor.EXTRAS.items()} == extras

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from arvideo_rl.generators.bundle import Generator, Streaming
 from arvideo_rl.generators.codec import IdentityCodec
 from arvideo_rl.generators.context import Window
+from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.text import WordEncoder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -83,7 +84,7 @@ def misshapen(state):
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(missing, "blocks.0.attn1.to_q.weight"), (extra, "blocks.9.attn1.to_q.weight"), (misshapen, "[48, 47]")],
+    [(missing, "blocks.0.attn1.to_q.weight"), (extra, "blocks.9.attn1.to_q.weight"), (misshapen, "(48, 47)")],
 )
 def test_weights_that_do_not_fit_the_config_are_refused(damage, words, folder):
     path = folder / "transformer" / WEIGHTS
@@ -92,7 +93,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(damage, words, folder):
     save_file(state, path)
     with pytest.raises(ValueError) as error:
         Generator.load(folder)
-    assert words in str(error.value) and WEIGHTS in str(error.value) and "\n" not in str(error.value)
+    assert words in str(error.value) and "/transformer" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_text_weight_is_refused_too(folder):
@@ -134,3 +135,41 @@ def test_the_codec_inverts_and_clamps(randn):
     torch.testing.assert_close(codec.decode(codec.encode(pixels)), pixels)
     assert codec.encode(torch.tensor(0.7)).item() == pytest.approx(1.0)
     assert codec.decode(torch.tensor([-9.0, 9.0])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("generator.json", b'{"codec": {', "is damaged"),
+        ("generator.json", b"\xff\xfe{}", "is damaged"),
+        ("generator.json", b"[]", "is not such a file"),
+        ("generator.json", b'{"codec": {}}', "no 'streaming'"),
+        ("generator.json", b'{"codec": {}, "streaming": {"steps": [1000], "chnk": 3}}', "chnk"),
+        ("transformer/config.json", b"not json", "is damaged"),
+        ("transformer/config.json", None, "is missing"),
+        (f"transformer/{WEIGHTS}", b"not weights", "is damaged"),
+        (f"transformer/{WEIGHTS}", None, "is missing"),
+        (f"text_encoder/{WEIGHTS}", b"", "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_way_out(name, content, says, folder):
+    path = folder / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        Generator.load(folder)
+    line = str(error.value)
+    assert str(path) in line and says in line and "make or copy the generator again" in line and "\n" not in line
+
+
+def test_weights_cut_short_are_named(folder):
+    path = folder / "transformer" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"transformer/{WEIGHTS} is damaged"):
+        Generator.load(folder)
+
+
+def test_a_generator_with_adapters_attached_is_not_saved(generator, tmp_path):
+    Policies(generator.transformer, PolicyConfig(rank=2))
+    with pytest.raises(ValueError, match="adapters are attached.*arvideo convert"):
+        generator.save(tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()

@@ -72,7 +72,7 @@ def test_two_clips_never_score_the_same(clips, name, args):
 def test_random_clips_stay_in_range_or_are_invalid(name, args):
     dice = torch.Generator().manual_seed(0)
     frames = torch.rand(100, 5, 3, 32, 32, generator=dice)
-    clips = Clips(frames, 8.0, ["x"] * 100, torch.randint(0, 6, (100, 4), generator=dice), None,
+    clips = Clips(frames, 8.0, ["a red ball"] * 99 + ["x"], torch.randint(0, 6, (100, 4), generator=dice), None,
                   torch.arange(100) // 4, (0, 2, 4))  # fmt: skip
     reward = build(name, **args)
     out = score(reward, clips)
@@ -327,8 +327,8 @@ def test_training_learns_repeats_and_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "args, words",
     [
-        ({"augment": "strong"}, ("'strong'", "main or other")),
-        ({"out": "a.pt"}, ("'a.pt'", ".safetensors")),
+        ({"augment": "strong"}, ("strong", "main, other")),
+        ({"out": "a.pt"}, ("a.pt", ".safetensors")),
         ({"steps": 0}, ("steps=0",)),
         ({"unexplained": 1.0}, ("unexplained=1.0",)),
         ({"frames": 5}, ("frames=5",)),

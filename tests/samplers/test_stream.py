@@ -6,7 +6,7 @@ import torch
 from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from samplers.randomness import Key
-from samplers.stream import draw_from, stream
+from samplers.stream import draw_from, given, stream
 
 LEVELS = (1.0, 0.8, 0.4)
 SHAPE = (3, 3, 4, 4)
@@ -171,3 +171,40 @@ def test_the_last_refresh_is_saved_when_nothing_will_continue():
     chunks = list(stream(mock, WINDOW.chunks(9), LEVELS, ones, to_continue=False))
     assert [c for c in mock.calls if c[0] == "refresh"] == [("refresh", 0), ("refresh", 1)]
     assert [len(c.context) for c in chunks] == [1, 2, 2]
+
+
+def roll_on(denoiser, chunks, context=None):
+    draw = draw_from([Key(1, 0, 0, b) for b in (0, 1)], SHAPE)
+    return torch.cat([c.latents for c in stream(denoiser, chunks, LEVELS, draw, context=context)], 1)
+
+
+@pytest.mark.parametrize("window", [WINDOW, Window(3, 9, 3, first_alone=True), Window(1, 4, 1)])
+def test_a_stream_continues_from_given_latents_as_from_its_own(window, tiny, randn):
+    """Framewise, chunkwise, and with a first frame of its own."""
+    denoiser = Denoiser(tiny(), window, Script(((0, randn(2, 5, 8)),), torch.ones(2, 12, dtype=torch.long)))
+    chunks = window.chunks(10)
+    whole = roll_on(denoiser, chunks)
+    for cut in (1, 3):
+        past = chunks[:cut]
+        context = given(denoiser, whole[:, : past[-1][1]], past)
+        torch.testing.assert_close(roll_on(denoiser, chunks[cut:], context), whole[:, past[-1][1] :], rtol=0, atol=1e-6)
+
+
+def test_a_first_frame_of_its_own_is_a_chunk_of_one_frame():
+    window = Window(3, 9, 3, first_alone=True)
+    assert window.chunks(1) == [(0, 1)] and window.chunks(5) == [(0, 1), (1, 4), (4, 7)]
+    assert [window.end_of(s) for s in (0, 1, 4)] == [1, 4, 7]
+    seen = []
+
+    def draw(chunk, step, purpose):
+        seen.append(chunk)
+        return torch.ones(1, *SHAPE)
+
+    chunks = list(stream(Recorder(), window.chunks(7), LEVELS, draw))
+    assert [c.latents.shape[1] for c in chunks] == [1, 3, 3] and [c.index for c in chunks] == [0, 1, 2]
+    assert sorted(set(seen)) == [0, 1, 2]
+
+
+def test_given_frames_must_be_whole_chunks():
+    with pytest.raises(ValueError, match="4 given frames are not the whole chunks"):
+        given(Recorder(), torch.zeros(1, 4, 3, 4, 4), WINDOW.chunks(4))

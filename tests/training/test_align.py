@@ -15,11 +15,13 @@ from accelerate import Accelerator
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import context_gap, walk
+from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
-from arvideo_rl.training.launch import align
+from arvideo_rl.training.launch import _finished, align
+from arvideo_rl.training.prompts import held_out_prompts, own_prompts
 from arvideo_rl.training.rollout import roll_out
-from arvideo_rl.training.settings import check, lag_keep
+from arvideo_rl.training.settings import check, held_out_of, lag_keep
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,7 +255,7 @@ def test_a_run_ends_with_everything_in_its_directory_and_can_be_continued(config
     assert {"frechet", "sharpness", "actions_other_judge"} <= {v["name"] for v in summary["verifiers"]}
     assert all("margin" in v for v in summary["verifiers"])
     config.lr = 0.5
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match=r"another configuration \(lr: 0.001 there, 0.5 here\); choose another name="):
         align(config)
     config.lr, config.iterations = 1e-3, 3
     align(config)
@@ -333,3 +335,54 @@ def test_context_gap_is_zero_between_equal_policies(config):
     denoiser = Denoiser(run.policies, run.generator.streaming.attention_window(), record.script)
     old, current = (lambda n=n: run.policies.using(n) for n in ("old", "current"))
     assert context_gap(denoiser, record.latents, old, current) == 0
+
+
+def own_file(path: Path, count: int) -> None:
+    """``count`` different prompts of the small generator's words, with actions."""
+    texts = [f"a {c} {s} {m}" for c in ("red", "green", "blue", "yellow") for s in ("ball", "cube")
+             for m in ("rests", "slides left", "slides right")]  # fmt: skip
+    rows = [json.dumps({"prompt": t, "actions": ["turn left*20"]}) for t in texts[:count]]
+    path.write_text("\n".join(rows))
+
+
+def test_a_run_on_a_file_is_compared_on_what_the_file_holds_out(config, tmp_path, capsys):
+    path = tmp_path / "mine.jsonl"
+    own_file(path, 20)
+    config.prompts.source, config.held_out.prompts, config.held_out.noises, config.iterations = str(path), 8, 2, 1
+    folder = align(config)
+    said = capsys.readouterr().out
+    assert f"note: {path}: 16 prompts to train on, 4 held out" in said
+    assert "note: the comparison is on 4 prompts, not held_out.prompts=8" in said
+    assert json.loads((folder / "summary.json").read_text())["trained"]["n"] == 4
+
+    config.iterations = 2
+    own_file(path, 21)  # another file under the same name is another configuration
+    with pytest.raises(ValueError, match="what is in the prompt file has changed"):
+        align(config)
+
+
+def test_too_few_held_out_prompts_of_a_file_give_way_to_the_world_s_and_it_is_said(config, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    own_file(path, 10)
+    config.prompts.source = str(path)  # 2 held out x 1 noise x 11 changes are fewer than 64 features
+    assert held_out_of(config).ids == held_out_prompts(8, 12, "joystick").ids
+    config.held_out.noises = 8
+    assert held_out_of(config).texts == own_prompts(path, 9)[1].texts
+
+
+def test_a_damaged_file_of_a_run_is_named(config, tmp_path):
+    (tmp_path / "summary.json").write_text('{"iterations"')
+    with pytest.raises(ValueError, match="summary.json is damaged"):
+        _finished(tmp_path, config)
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\nnoise\n{"iteration": 1}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl line 2 is damaged; delete that line"):
+        rundir.rows(tmp_path / "metrics.jsonl", "iteration", 2)
+
+
+def test_a_damaged_identity_is_named(config, tmp_path):
+    folder = tmp_path / config.name
+    folder.mkdir()
+    for content in ("{", "[]", "{}"):
+        (folder / "identity.json").write_text(content)
+        with pytest.raises(ValueError, match="identity.json is damaged; choose another name"):
+            align(config)

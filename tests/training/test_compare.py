@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from arvideo_rl.training.compare import HeldOut, Measured, compare, paired, paired_frechet, variety
+from arvideo_rl.training.evaluation import alone
 from rewards.inverse_dynamics import InverseDynamics
 
 
@@ -80,3 +81,13 @@ def test_the_frechet_error_is_paired():
     assert found["delta"] == 0 and found["se"] == 0
     other = torch.randn(32, 2, 8, 64, generator=torch.Generator().manual_seed(1))
     assert paired_frechet(features, other, reference)["se"] > 0
+
+
+def test_a_verifier_that_can_say_nothing_of_any_prompt_is_left_out_not_lost():
+    before, after = measured(1), measured(1, gain=0.1)
+    for m in (before, after):
+        m.values["motion"] = torch.full_like(next(iter(m.values.values())), math.nan)
+    result = compare(before, after, {"actions": 1.0}, HeldOut())
+    assert "motion" not in {v["name"] for v in result["verifiers"]}
+    assert result["nothing_sacrificed"]
+    assert alone(after)["motion"]["n"] == 0 and alone(after)["reward/actions"]["n"] == 32

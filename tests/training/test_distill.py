@@ -124,8 +124,14 @@ def test_a_folder_of_another_configuration_is_refused(quick):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"steps": 0}, {"batch": 0}, {"switch_clips": -1}, {"first_weight": 0.0}, {"network": Network(dim=100)},
-     {"network": Network(patch=(5, 5))}],
+    [
+        {"steps": 0},
+        {"batch": 0},
+        {"switch_clips": -1},
+        {"first_weight": 0.0},
+        {"network": Network(dim=100)},
+        {"network": Network(patch=(5, 5))},
+    ],
 )
 def test_what_cannot_be_trained_is_refused(quick, bad):
     with pytest.raises(ValueError, match=str(next(iter(bad)))):

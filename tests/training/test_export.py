@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from arvideo_rl.cli.main import main
 from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.pretrained import load_transformer
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.training import export as module
 from arvideo_rl.training import rundir
@@ -21,7 +22,7 @@ from arvideo_rl.training.aligned import load_aligned, load_any
 from arvideo_rl.training.checkpoints import TENSORS, checkpoints
 from arvideo_rl.training.distill import DistillConfig, Network
 from arvideo_rl.training.distill import run as distill
-from arvideo_rl.training.export import DIFFUSERS_FILE, PEFT_FILE, export, outputs
+from arvideo_rl.training.export import DIFFUSERS_FILE, OFFICIAL_FILE, PEFT_FILE, export, outputs
 
 
 def make_run(config, folder: Path, steps: int = 3) -> Run:
@@ -136,7 +137,10 @@ def test_a_tensor_too_few_or_too_many_is_refused(name, trained, config):
 def test_a_distillation_is_loaded_by_its_result_and_has_no_alignment_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("ARVIDEO_CACHE", str(tmp_path / "cache"))
     network = Network(dim=32, layers=1, ffn=32, patch=(16, 16), text_dim=16)
-    made = distill(DistillConfig(out=str(tmp_path / "d"), steps=1, clips=4, batch=1, levels=1, network=network), False)
+    made = distill(
+        DistillConfig(out=str(tmp_path / "d"), steps=1, clips=4, switch_clips=0, batch=1, levels=1, network=network),
+        False,
+    )
     _, model, text = load_any(str(tmp_path / "d"))
     assert (
         torch.equal(model.proj_out.weight, Generator.load(made).transformer.proj_out.weight)
@@ -195,7 +199,7 @@ def test_the_merged_generator_is_the_policy(kind, config, tmp_path):
     export(str(tmp_path / "run"), tmp_path / "out", "merged")
     assert not [k for k in load_file(tmp_path / "out/transformer/diffusion_pytorch_model.safetensors") if "lora" in k]
     generator, model, text = load_any(str(tmp_path / "out"))
-    assert text == f"generator {tmp_path / 'out'}"
+    assert text.startswith(f"generator {tmp_path / 'out'}: loaded")
     torch.testing.assert_close(outputs(generator, model), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
@@ -272,8 +276,8 @@ def test_convert_on_the_command_line(trained, config, tmp_path, capsys):
     for args, code, says in [
         ((source, f"out={out}"), 2, "exists"),
         ((source,), 2, "out=FOLDER"),
-        ((), 2, "one run"),
-        ((source, f"out={tmp_path / 'x'}", "format=gguf"), 2, "diffusers, peft, merged"),
+        ((), 2, "one source"),
+        ((source, f"out={tmp_path / 'x'}", "format=gguf"), 1, "diffusers, peft, merged"),
         (("tiny", f"out={tmp_path / 'x'}"), 1, "not an alignment run"),
         ((f"{source}@9", f"out={tmp_path / 'x'}"), 1, "steps 1, 2, 3"),
     ]:
@@ -307,3 +311,20 @@ def test_evaluate_compares_two_checkpoints_of_one_run_and_runs_of_two_bases(trai
         gains.append(json.loads((tmp_path / "e.json").read_text())["verifiers"][0:4])
     assert all(v["delta"] == 0 for v in gains[1])
     assert any(v["delta"] != 0 for v in gains[0]) and any(v["delta"] != 0 for v in gains[2])
+
+
+def test_the_policy_in_official_names_is_the_policy_and_a_part_that_wan_lacks_is_refused(config, tmp_path):
+    make_run(config, tmp_path / "own", 1)
+    with pytest.raises(ValueError, match=r"official Wan has no place_embedding, action_embedding"):
+        export(str(tmp_path / "own"), tmp_path / "out", "official")
+    assert not (tmp_path / "out").exists()
+    base = Generator.load(config.generator)
+    plain = {k: v for k, v in base.transformer.config.items() if k not in ("num_actions", "places", "prediction")}
+    base.transformer = CausalWan(**plain)
+    base.save(tmp_path / "wan")
+    config.generator = str(tmp_path / "wan")
+    run = make_run(config, tmp_path / "run", 1)
+    expected = outputs(run.generator, run.policies)
+    assert "output equal" in export(str(tmp_path / "run"), tmp_path / "out", "official")
+    model, _ = load_transformer(tmp_path / "out" / OFFICIAL_FILE, head_dim=32)
+    torch.testing.assert_close(outputs(run.generator, model), expected, rtol=0, atol=1e-5)

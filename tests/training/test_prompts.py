@@ -1,5 +1,7 @@
 """Prompts: files as users have them, actions in words, and the order in which a run takes them."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from arvideo_rl.training.prompts import (
     HELD_OUT_SEED,
     TRAIN_SEED,
     PromptConfig,
+    own_prompts,
     parse_actions,
     prompt_rows,
     read_prompts,
@@ -50,6 +53,9 @@ def test_jsonl_with_actions(tmp_path):
         ("p.jsonl", b'{"prompt": "x"}\nnot json', "line 2"),
         ("p.jsonl", b'{"text": "x"}', "line 1"),
         ("p.jsonl", b'{"prompt": "x", "actions": ["jump"]}', "line 1.*jump"),
+        ("p.jsonl", b'{"prompt": "x", "action": ["back"]}', 'line 1: .action. is not read; did you mean "actions"'),
+        ("p.jsonl", b'{"prompt": "x"}\n{"prompt": " "}', "line 2: prompt ' ' is not a text"),
+        ("p.csv", b"prompt,actions", "use .txt, a prompt a line, or .jsonl"),
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path, name, content, says):
@@ -80,3 +86,36 @@ def test_world_prompts_do_not_change_with_the_count_and_sets_are_disjoint():
     assert a.texts == b.texts[:3] and torch.equal(a.actions, b.actions[:3])
     assert TRAIN_SEED + 1_000_000 < HELD_OUT < HELD_OUT_SEED
     assert len(training_prompts(PromptConfig(count=4), 9)) == 4
+
+
+def test_every_fifth_different_text_of_a_file_is_held_out_with_all_its_actions(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    names = [f"p{i}" for i in range(1, 13)]
+    lines = [json.dumps({"prompt": n, "actions": ["back"]}) for n in names]
+    lines += [json.dumps({"prompt": n, "actions": ["forward"]}) for n in ("p5", "p6")]
+    path.write_text("\n".join(lines))
+    train, out, said = own_prompts(path, 4)
+    assert out.texts == ("p5", "p10", "p5") and out.actions[:, 1].tolist() == [5, 5, 4]
+    assert not set(train.texts) & set(out.texts) and len(train) + len(out) == 14
+    assert "11 prompts to train on, 3 held out (every 5th different text)" in said
+    assert len(set(train.ids + out.ids)) == 14, "random keys differ"
+    path.write_text("\n".join([*lines, *(json.dumps({"prompt": f"q{i}"}) for i in range(9))]))
+    more = own_prompts(path, 4)
+    assert set(train.texts) <= set(more[0].texts) and set(out.texts) <= set(more[1].texts), "appending moves none"
+    assert training_prompts(PromptConfig(source=str(path)), 4).texts == more[0].texts
+
+
+def test_repeated_lines_are_left_out_and_reported_and_small_files_are_trained_on_whole(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("a\nb\na\n\nb\nc\n")
+    train, out, said = own_prompts(path, 4)
+    assert train.texts == ("a", "b", "c") and not len(out)
+    assert said.endswith("2 repeated left out (prompt 3 repeats 1, 4 repeats 2)")
+    assert "none held out (of fewer than 10 different texts)" in said
+    assert read_prompts(path, 4).texts == ("a", "b", "a", "b", "c"), "a file to generate from is taken as it is"
+
+
+def test_only_line_ends_end_a_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('{"prompt": "one\u2028line"}\r{"prompt": "two"}\n\r\n{"prompt": "three"}'.encode())
+    assert read_prompts(path, 4).texts == ("one\u2028line", "two", "three")

@@ -254,7 +254,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(config, tmp_path, monkeypatch)
 
 
 def test_while_measuring_a_signal_stops_at_once(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("arvideo_rl.training.launch.measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("arvideo_rl.training.probe.measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="interrupted") as error:
         align(config)
     assert error.value.code == 143

@@ -1,5 +1,7 @@
 """Clips on disk: rendered once, read back exactly, never left half-written."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -104,3 +106,21 @@ def test_uint8_rounds_clamps_and_refuses_nan():
     assert to_uint8(torch.tensor([-0.2, 0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.2])).tolist() == [0, 0, 0, 1, 255, 255]
     with pytest.raises(ValueError, match="NaN"):
         to_uint8(torch.tensor([0.5, float("nan")]))
+
+
+def test_damaged_clips_are_named_with_the_way_out(cache, renders):
+    load_clips(3, 2, frames=4)
+    (path,) = (p for p in cache.rglob("*") if p.is_file())
+    for content in (path.read_bytes()[:-10], b"", b"noise" * 100):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} are damaged; delete the file"):
+            load_clips(3, 2, frames=4)
+
+
+def test_clips_that_do_not_fit_on_the_disk_are_refused_before_they_are_rendered(cache, renders, monkeypatch):
+    """Writing to a memory map on a full disk would kill the process."""
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr(dataset.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="do not fit into 0 MiB; free some space or set ARVIDEO_CACHE"):
+        load_clips(3, 2, frames=4)
+    assert renders == [] and files(cache) == []

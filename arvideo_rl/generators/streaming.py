@@ -1,0 +1,46 @@
+"""The settings a generator is streamed with: part of its weights' identity, a key each in YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arvideo_rl.generators.context import Window
+from arvideo_rl.generators.sinks import adaptive, ema
+from samplers.schedule import warped_levels
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How the generator is meant to be streamed; part of its weights' identity."""
+
+    chunk: int = 3  # frames denoised together
+    window: int | None = 12  # frames a chunk attends to, sinks and the chunk itself included
+    sink: int = 3  # pinned oldest frames
+    positions: str = "adjacent"  # where the sinks are read: adjacent or absolute
+    steps: tuple[float, ...] = (1000.0, 750.0, 500.0, 250.0)  # nominal denoising steps of 1000
+    shift: float = 2.0  # warps the steps into noise levels
+    fps: float = 8.0  # pixel frames a second
+    size: int = 32  # pixels in height, and in width where that is not given
+    width: int | None = None
+    trained_frames: int = 18  # longest clip seen in training
+    sinks: str = "static"  # what becomes of the sinks: static, ema or adaptive
+    alpha: float = 0.99  # of ema sinks: what stays of a sink when a frame is folded in
+    threshold: float = 0.2  # of adaptive sinks: similarity below which one is replaced
+    at_switch: str = "keep"  # what happens to the past at a prompt switch (switching.py)
+    keep_sinks: bool = True  # a recache leaves the first prompt's sinks in place
+    first_alone: bool = False  # the first frame is a chunk of its own
+    joint: bool = False  # several chunks are denoised together, the oldest cleanest (samplers/rolling.py)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Warped noise levels the sampler visits."""
+        return warped_levels(self.steps, self.shift)
+
+    def attention_window(self) -> Window:
+        """The cache policy."""
+        if self.sinks not in ("static", "ema", "adaptive"):
+            raise ValueError(f"sinks {self.sinks!r} is unknown; choose static, ema or adaptive")
+        fold = {"ema": ema(self.alpha), "adaptive": adaptive(self.threshold)}.get(self.sinks)
+        return Window(
+            self.chunk, self.window, self.sink, self.positions, fold, self.at_switch, self.keep_sinks, self.first_alone
+        )

@@ -1,0 +1,151 @@
+"""Stream prompts to video files: everything that can be refused is refused first, then one video after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from arvideo_rl import media
+from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_ranges
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.outputs import check_file, check_folder
+from arvideo_rl.progress import hidden
+from arvideo_rl.training.aligned import load_any
+from arvideo_rl.training.prompts import Prompts, list_actions, parse_actions, read_prompts
+from arvideo_rl.training.rundir import write_json
+from samplers.randomness import Key
+from samplers.stream import draw_from
+
+
+@dataclass
+class GenerateConfig:
+    """What ``arvideo generate`` reads."""
+
+    generator: str = "tiny"  # a shipped name, a generator folder, a run, RUN@best or RUN@STEP
+    prompt: str = ""  # one prompt; or give prompts=FILE
+    prompts: str = ""  # .txt with a prompt a line, or .jsonl with {"prompt", "actions"} a line
+    actions: str = ""  # for prompt=, e.g. 'turn left*6, forward*9'; frame 0 has none
+    switch: str = ""  # 'FRAME: new prompt'; several separated by ';'
+    frames: int | None = None  # default: what the actions need, at least 18; or give seconds=
+    seconds: float | None = None  # how long, at the generator's frame rate
+    seed: int = 0
+    out: str = "video.mp4"  # .mp4, .gif or .png (contact sheet); with several prompts a folder
+    format: str | None = None  # of the files in a folder: mp4 (default), gif or png; a single file's name says it
+    scale: int = 8  # every pixel becomes scale x scale
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that can be carried out: loaded, checked, nothing written yet."""
+
+    config: GenerateConfig
+    generator: Generator
+    model: CausalWan
+    prompts: Prompts
+    frames: int
+    switches: list[tuple[int, str]]
+    targets: list[Path]
+    notes: list[str]  # what was loaded, and what to know before watching
+
+
+def prepare(config: GenerateConfig) -> Job:
+    """Load and check; ConfigError or ValueError for what cannot be generated or written. Writes nothing."""
+    check_ranges(config, {"seed": SEEDS, "frames": "[1, inf)", "seconds": "(0, 1e6]", "scale": "[1, 64]"})
+    if bool(config.prompt) == bool(config.prompts):
+        raise ConfigError("give exactly one of prompt='...' and prompts=FILE")
+    if config.frames is not None and config.seconds is not None:
+        raise ConfigError("give frames= or seconds=, not both")
+    if config.prompts and config.actions:
+        raise ConfigError("actions= goes with prompt=; in a prompts file each line has its own (.jsonl)")
+    count = 1 if config.prompt else len(read_prompts(Path(config.prompts), 1))
+    targets = outputs(config, count)
+    commands = len(list_actions(config.actions))
+    generator, model, loaded = load_any(config.generator)
+    streaming = generator.streaming
+    frames = config.frames or max(streaming.trained_frames, commands + 1)
+    if config.seconds is not None:
+        frames = math.ceil(config.seconds * streaming.fps)
+    if commands >= frames:
+        raise ConfigError(f"{commands} actions drive {commands} changes, but {frames} frames have {frames - 1}")
+    if config.prompt:
+        prompts = Prompts((config.prompt,), torch.tensor([parse_actions(config.actions, frames)]), (0,))
+    else:
+        prompts = read_prompts(Path(config.prompts), frames)
+    switches = parse_switches(config.switch, streaming.chunk)
+    for at, _ in switches:
+        if at >= frames:
+            raise ConfigError(f"switch at frame {at}: the video has {frames} frames; raise frames= or seconds=")
+    for text in (*prompts.texts, *(text for _, text in switches)):
+        generator.script([text])  # refuses unknown words
+    levels = ", ".join(f"{t:.3g}" for t in streaming.levels)
+    notes = [f"{loaded}; window {streaming.window}, sink {streaming.sink}, levels {levels}"]
+    if frames > streaming.trained_frames:
+        notes.append(f"{frames} frames go past the {streaming.trained_frames} it was trained on; quality may drift")
+    return Job(config, generator, model, prompts, frames, switches, targets, notes)
+
+
+def run(job: Job) -> Iterator[Path]:
+    """Generate and write each video, with a .json beside it that says how it was made; yields each path when whole."""
+    config, generator = job.config, job.generator
+    streaming = generator.streaming
+    chunks = streaming.attention_window().chunks(job.frames)
+    takes_actions = generator.transformer.action_embedding is not None
+    with Progress(disable=hidden()) as bar:
+        task = bar.add_task("streaming", total=len(chunks) * len(job.prompts))
+        for i, path in enumerate(job.targets):
+            one = job.prompts.take([i])
+            script = generator.script(
+                list(one.texts), one.actions if takes_actions else None, tuple((f, [p]) for f, p in job.switches)
+            )
+            draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape, generator.transformer.device)
+            decode = generator.codec.decoder()
+            with media.writing(path, streaming.fps, config.scale) as add:
+                for chunk in generator.stream(job.model, script, draw, job.frames, trim=True):
+                    add(decode(chunk.latents)[0])
+                    bar.advance(task)
+            made = {"prompt": one.texts[0], "actions": one.actions[0, 1 : job.frames].tolist(), "switch": job.switches,
+                    "fps": streaming.fps, "seed": config.seed, "index": i, "generator": config.generator}  # fmt: skip
+            write_json(path.with_name(path.name + ".json"), made)
+            yield path
+
+
+def parse_switches(text: str, chunk: int) -> list[tuple[int, str]]:
+    """Prompt switches [(frame, prompt), ...]; frames must be positive and begin a chunk."""
+    out: list[tuple[int, str]] = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        frame, colon, prompt = (x.strip() for x in part.partition(":"))
+        if not colon or not (frame.isascii() and frame.isdigit()) or not prompt:
+            raise ConfigError(f"switch {part!r} is not 'FRAME: new prompt'")
+        at = int(frame)
+        if at == 0 or at % chunk:
+            low = max(chunk, at // chunk * chunk)
+            raise ConfigError(
+                f"switch at frame {at}: a prompt comes into force with a chunk; use {low} or {low + chunk}"
+            )
+        out.append((at, prompt))
+    if out != sorted(out) or len({f for f, _ in out}) < len(out):
+        raise ConfigError("switches must be in rising order of frames")
+    return out
+
+
+def outputs(config: GenerateConfig, count: int) -> list[Path]:
+    """Where each video goes; ConfigError when it cannot be written there."""
+    out = Path(config.out)
+    kinds = tuple(suffix[1:] for suffix in media.WRITES)
+    if config.format is not None:
+        check_choice("format", config.format, kinds)
+    if not out.suffix or out.is_dir():
+        check_folder(out)
+        return [out / f"{i:04d}.{config.format or 'mp4'}" for i in range(count)]
+    check_file(out, suffixes=media.WRITES)
+    if config.format is not None and out.suffix.lower() != f".{config.format}":
+        raise ConfigError(f"format={config.format} is for a folder, but out={out} is one file; leave one of them out")
+    if count > 1:
+        raise ConfigError(f"out={out} is one file, but there are {count} prompts; give a folder, e.g. out=videos")
+    return [out]

@@ -1,0 +1,73 @@
+"""The probe: a few held-out prompts under fixed noise, measured while a run goes on and paired to its start point.
+
+Training rollouts cannot show a small gain or loss, because every iteration has other prompts. The probe's are always
+the same, so each prompt is compared with itself. The world's are not those of the comparison that ends a run, which
+therefore stays untouched by what the probe is used for: the alarm (alarm.py) and which checkpoint is the best. A file's
+held-out prompts are too few for two sets and serve both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from arvideo_rl.training.alarm import fall
+from arvideo_rl.training.align import Run
+from arvideo_rl.training.compare import HeldOut, Measured, measure
+from arvideo_rl.training.prompts import Prompts, held_out_prompts
+
+SKIP = 1_000_000  # held-out prompts of the world that no comparison reaches
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the probe saw: per measure its values before and now, a number a prompt (NaN where it does not apply)."""
+
+    before: dict[str, Tensor]
+    now: dict[str, Tensor]
+
+    def metrics(self) -> dict[str, float]:
+        """For metrics.jsonl: mean now, mean paired change, and for what is not trained the chance of such a fall."""
+        out: dict[str, float] = {}
+        for name, value in self.now.items():
+            change = value - self.before[name]
+            if change.isnan().all():
+                continue
+            out |= {f"probe/{name}": value.nanmean().item(), f"probe/change/{name}": change.nanmean().item()}
+            if not name.startswith("reward/"):
+                out[f"probe/fall/{name}"] = fall(change)
+        return out
+
+
+def probe_prompts(run: Run) -> Prompts:
+    """The world's, of the style that is trained on, or with a prompt file the first of those the run is compared on."""
+    config = run.config
+    if config.prompts.source != "world":
+        return run.held_out.take(list(range(len(run.held_out)))[: config.probe.prompts])
+    return held_out_prompts(config.probe.prompts, config.held_out.frames, config.prompts.style, SKIP)
+
+
+def probe(run: Run, prompts: Prompts, which: str) -> dict[str, Tensor]:
+    """Measure policy ``which`` (start or current): values by name, one a prompt. Touches no random state of the run."""
+    size = replace(run.config.held_out, noises=1)
+    found = measure_shared(run, prompts, size, which, "probing")
+    return {name: value[:, 0].double() for name, value in found.values.items()}
+
+
+def measure_shared(run: Run, prompts: Prompts, size: HeldOut, which: str, title: str) -> Measured:
+    """Measure ``prompts`` under policy ``which``, each process its share; every process gets the whole."""
+    n, i = run.accelerator.num_processes, run.accelerator.process_index
+    mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
+    with torch.no_grad(), run.policies.using(which) as model:
+        found = measure(run.generator, model, mine, run.rewards, size, title)
+    return Measured.join(gather_object([found]) if n > 1 else [found])
+
+
+def trained(run: Run, values: dict[str, Tensor]) -> Tensor:
+    """The trained mixture of rewards [prompts], weighted as in training."""
+    weights = {name: weight for name, (_, weight) in run.rewards.items()}
+    total = sum(abs(w) for w in weights.values())
+    return torch.stack([w / total * values[f"reward/{name}"] for name, w in weights.items()]).sum(0)
