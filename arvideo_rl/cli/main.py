@@ -23,6 +23,7 @@ COMMANDS = {  # name -> (module, one line)
     "rewards": ("arvideo_rl.cli.rewards", "list rewards; train the inverse-dynamics reward"),
     "evaluate": ("arvideo_rl.cli.evaluate", "measure a generator or a run on the held-out prompts"),
     "status": ("arvideo_rl.cli.status", "say how far runs are and how to continue them"),
+    "report": ("arvideo_rl.cli.report", "write one HTML file about runs: curves, videos, comparison"),
     "convert": ("arvideo_rl.cli.convert", "export a trained policy for diffusers or peft, or merged"),
     "doctor": ("arvideo_rl.cli.doctor", "say what is installed and what is missing"),
 }

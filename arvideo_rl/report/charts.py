@@ -44,12 +44,13 @@ def view(chart: Chart) -> dict[str, Any]:
         dense = s.block > 1
         lines.append({
             "label": s.label, "slot": s.slot % SLOTS, "dashed": s.slot >= SLOTS,
-            "points": [] if dense else [(x, y) for x, y in zip(px, py) if math.isfinite(y)],
+            "points": [] if dense else [
+                (x, y, f"{s.label}, {chart.clock} {at:g}: {value:.4g}")
+                for x, y, at, value in zip(px, py, s.x, s.y) if math.isfinite(y)
+            ],
             "band": _band(px, [at_y(v) for v in s.low], [at_y(v) for v in s.high]) if dense else "",
             "raw": path(px, py),
             "smooth": path(px, [at_y(v) if math.isfinite(v) else math.nan for v in s.smooth]),
-            "data": {"x": [_short(x) for x in s.x], "y": [_short(y) for y in s.y], "px": px,
-                     "py": [y if math.isfinite(y) else None for y in py]},
         })  # fmt: skip
     notes = []
     for s in chart.series:
@@ -130,8 +131,3 @@ def tick_text(value: float, ticks: list[float]) -> str:
     if round(step * 10**decimals, 6) % 1:  # a step of 2.5
         decimals += 1
     return f"{value:,.{decimals}f}"
-
-
-def _short(value: float) -> float | None:
-    """Four digits are enough to read; None for NaN, which JSON has no word for."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
