@@ -17,6 +17,7 @@ from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.world.scene import ACTIONS
 
 SHOWN = 6  # the first held-out prompts, never chosen by how they look
+SAMPLES = 4  # videos kept of every moment of a run that is sampled
 ARROWS = {0: " ", 1: "o", 2: "<", 3: ">", 4: "^", 5: "v"}
 
 
@@ -49,7 +50,7 @@ def sentence(result: dict[str, Any]) -> str:
     gain = result["trained"]
     learned = "It learned" if result["learned"] else "No gain was shown"
     lost = [v["name"] for v in result["verifiers"] if not v["ok"]]
-    kept = "nothing was sacrificed" if not lost else f"these fell below their margin: {', '.join(lost)}"
+    kept = "nothing was sacrificed" if not lost else f"these left their margin: {', '.join(lost)}"
     return (
         f"{learned}: {gain['name']} went from {gain['before']:.3f} to {gain['after']:.3f} "
         f"({gain['delta']:+.3f} +- {gain['se']:.3f}, {gain['n']} held-out prompts, smallest gain they can show "
@@ -85,6 +86,20 @@ def videos(folder: Path, before: Measured, after: Measured, prompts: Prompts, fp
     media.write_sheet(path, sheet)
     rundir.write_json(folder / "videos.json", facts)
     return [path, *written]
+
+
+def samples(folder: Path, measured: Measured, prompts: Prompts, fps: float) -> None:
+    """Write the first videos of a measurement made during a run, and samples.json: a list of objects with file, prompt,
+    actions and scores by name."""
+    facts = []
+    for p in range(min(SAMPLES, len(prompts))):
+        clip = measured.pixels[p, 0]
+        media.write_video(folder / f"{p:02d}.mp4", clip, fps, scale=6)
+        facts.append({
+            "file": f"{p:02d}.mp4", "prompt": prompts.texts[p],
+            "actions": commands(prompts.actions[p, : len(clip)]), "scores": scores_of(measured, p),
+        })  # fmt: skip
+    rundir.write_json(folder / "samples.json", facts)
 
 
 def scores_of(measured: Measured, prompt: int) -> dict[str, float | None]:

@@ -50,11 +50,14 @@ def probe_prompts(run: Run) -> Prompts:
     return held_out_prompts(config.probe.prompts, config.held_out.frames, config.prompts.style, SKIP)
 
 
-def probe(run: Run, prompts: Prompts, which: str) -> dict[str, Tensor]:
-    """Measure policy ``which`` (start or current): values by name, one a prompt. Touches no random state of the run."""
-    size = replace(run.config.held_out, noises=1)
-    found = measure_shared(run, prompts, size, which, "probing")
-    return {name: value[:, 0].double() for name, value in found.values.items()}
+def probe(run: Run, prompts: Prompts, which: str) -> Measured:
+    """Measure policy ``which`` (start or current), one video a prompt. Touches no random state of the run."""
+    return measure_shared(run, prompts, replace(run.config.held_out, noises=1), which, "probing")
+
+
+def values(measured: Measured) -> dict[str, Tensor]:
+    """What was measured by name, one number a prompt."""
+    return {name: value[:, 0].double() for name, value in measured.values.items()}
 
 
 def measure_shared(run: Run, prompts: Prompts, size: HeldOut, which: str, title: str) -> Measured:

@@ -13,7 +13,9 @@ from arvideo_rl.config import ConfigError
 from arvideo_rl.progress import console
 from arvideo_rl.training.alarm import diagnose, flat, parted, sentence, suspects
 from arvideo_rl.training.align import Run
-from arvideo_rl.training.probe import Look, probe, probe_prompts, trained
+from arvideo_rl.training.compare import Measured
+from arvideo_rl.training.outcome import samples
+from arvideo_rl.training.probe import Look, probe, probe_prompts, trained, values
 from arvideo_rl.training.rundir import Events, read_rows
 
 REMEMBERED = 12  # rows that a diagnosis may read
@@ -36,7 +38,12 @@ class Watch:
         self.run, config = run, run.config
         self.every = config.probe.every
         self.prompts = probe_prompts(run) if self.every else None
-        self.start = probe(run, self.prompts, "start") if self.prompts else {}
+        self.folder, self.start = folder, {}
+        if self.prompts:
+            found = probe(run, self.prompts, "start")
+            self.start = values(found)
+            if run.iteration == 0:
+                self._sample(found)
         done = [r for r in read_rows(folder / "metrics.jsonl") if r["iteration"] < run.iteration]
         self.rows = done[-REMEMBERED:]
         self.before = next((r for r in reversed(done) if any(k.startswith("probe/") for k in r)), None)
@@ -49,24 +56,27 @@ class Watch:
             i % self.every == 0 or i % config.checkpoint_every == 0 or i == config.iterations
         )
 
-    def see(self, values: dict[str, float]) -> tuple[float | None, str | None]:
-        """After an iteration with metrics ``values``, to which a look adds its own. Returns the score of the policy
+    def see(self, metrics: dict[str, float]) -> tuple[float | None, str | None]:
+        """After an iteration with its ``metrics``, to which a look adds its own. Returns the score of the policy
         (the trained reward on the probe, None where there was no look or a verifier is down) and the alarm's text if
         it rings."""
         config = self.run.config
         score: float | None = None
         rang: str | None = None
-        self.rows = [*self.rows, {"iteration": self.run.iteration - 1, **values}][-REMEMBERED:]
+        self.rows = [*self.rows, {"iteration": self.run.iteration - 1, **metrics}][-REMEMBERED:]
         for about, words in diagnose(self.rows):
             self._note(about, words)
         if not self.due():
             return score, rang
         assert self.prompts is not None
-        look = Look(self.start, probe(self.run, self.prompts, "current"))
+        measured = probe(self.run, self.prompts, "current")
+        if self.run.iteration % config.checkpoint_every == 0 or self.run.iteration == config.iterations:
+            self._sample(measured)
+        look = Look(self.start, values(measured))
         found = look.metrics()
         changes = trained(self.run, look.now) - trained(self.run, look.before)
         gain, size = changes.nanmean().item(), config.held_out
-        values |= found
+        metrics |= found
         self.rows[-1] |= found
         if not suspects(found, size.margins, size.margin):
             score = trained(self.run, look.now).nanmean().item()
@@ -82,6 +92,11 @@ class Watch:
         if self.run.accelerator.num_processes > 1:
             rang = gather_object([rang])[0]
         return score, rang
+
+    def _sample(self, measured: Measured) -> None:
+        if self.run.accelerator.is_main_process and self.prompts:
+            moment = self.folder / "samples" / f"iteration-{self.run.iteration:06d}"
+            samples(moment, measured, self.prompts, self.run.generator.streaming.fps)
 
     def _note(self, about: str, words: str) -> None:
         if self.events and not any(e.get("about") == about for e in self.events.told):
