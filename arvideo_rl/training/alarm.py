@@ -5,8 +5,9 @@ which assumes nothing but that without an effect a rise is as likely as a fall. 
 row, a verifier is down beyond chance and beyond the margin stated for the comparison, while the trained reward is up.
 
 Looking often must not ring often. A run's looks are alike, since its policy moves slowly, and two in a row are asked
-for where they are not; the level of one test is LEVEL / (20 x verifiers). Simulated over 10 to 300 looks, changes that
-mean nothing, whether they are new at each look or wander, ring in under 5 % of the runs (tests/training/test_alarm.py).
+for where they are not; the level of one test is LEVEL / (20 x verifiers). Simulated changes that mean nothing, whether
+new at each look or wandering, ring in under 5 % of the runs: over 40 looks in tests/training/test_alarm.py, over up to
+300 in docs/hack_alarm.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 LEVEL = 0.05  # of a false alarm in a whole run
 FEWEST = 12  # prompts; with fewer a fall could never be beyond chance
-EXACT = 16  # prompts up to which all signs are flipped; beyond, as many at random
+EXACT = 16  # prompts up to which all signs are flipped; beyond, a quarter as many at random
 ACTIONS = ("off", "warn", "stop")
 
 
@@ -34,7 +35,7 @@ def fall(change: Tensor) -> float:
         signs = 1.0 - 2.0 * ((torch.arange(2**n)[:, None] >> torch.arange(n)) & 1)
     else:
         source = torch.Generator().manual_seed(n)
-        signs = 1.0 - 2.0 * torch.randint(0, 2, (2**EXACT, n), generator=source)
+        signs = 1.0 - 2.0 * torch.randint(0, 2, (2 ** (EXACT - 2), n), generator=source)
         signs[0] = 1.0  # what was seen is one of the possibilities, so the chance is never 0
     sums = signs.double() @ x
     return (sums <= x.sum() + 1e-9 * x.abs().sum()).double().mean().item()
@@ -112,14 +113,14 @@ def flat(changes: Tensor, prompts_per_step: int, rows: list[dict[str, Any]]) -> 
     if len(x) < 2:
         return None
     mean, se = x.mean().item(), x.std().item() / math.sqrt(len(x))
-    if mean > 2 * se:
+    if mean > se:
         return None
     spreads = [v for r in rows for k, v in r.items() if k.endswith("/group_std")]
     spread = statistics.mean(spreads) if spreads else math.nan
     kl = rows[-1].get("train/kl", 0.0)
     few = " (below 16 the gradient is mostly noise)" if prompts_per_step < 16 else ""
     return (
-        f"no gain to be seen on held-out prompts after half of the run ({mean:+.3f} +- {se:.3f}): {prompts_per_step} "
+        f"no gain to be seen yet on held-out prompts, half way ({mean:+.3f} +- {se:.3f}): {prompts_per_step} "
         f"prompts an update{few}, spread inside groups {spread:.3g}, KL {kl:.2g}. Little spread: another reward or "
         "more branches; KL near 0: raise lr or lower kl_weight; else more iterations"
     )

@@ -183,8 +183,8 @@ class Run:
         return out
 
     def save(self, folder: Path, score: float | None = None) -> Path:
-        """Write a checkpoint and drop old ones. ``score`` (higher is better) says how good the policy is by a measure
-        the run was not trained on; the best one is kept whatever its age."""
+        """Write a checkpoint and drop old ones. ``score`` (higher is better) says how good the policy is on prompts the
+        run was not trained on (watch.py); the best one is kept whatever its age."""
         state = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
         return save_checkpoint(
             folder, self.iteration, self.policies.state(), self.optimizer.state_dict(), state,

@@ -33,10 +33,11 @@ class Alarmed(KeyboardInterrupt):
 
     code = 3
 
-    def __init__(self, folder: Path, iteration: int) -> None:
+    def __init__(self, folder: Path, iteration: int, best: bool) -> None:
+        before = f"the best checkpoint before it is {folder}@best; " if best else ""
         super().__init__(
-            f"stopped by the alarm (alarm=stop); saved after iteration {iteration}; the best checkpoint before it is "
-            f"{folder}@best; to go on in spite of it: arvideo align {folder / 'config.yaml'} alarm=warn"
+            f"stopped by the alarm (alarm=stop); saved after iteration {iteration}; {before}"
+            f"to go on in spite of it: arvideo align {folder / 'config.yaml'} alarm=warn"
         )
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run
-from arvideo_rl.training.checkpoints import sync, tidy
+from arvideo_rl.training.checkpoints import best, sync, tidy
 from arvideo_rl.training.compare import Measured, compare
 from arvideo_rl.training.export import export
 from arvideo_rl.training.interrupt import Alarmed, Stop
@@ -93,7 +93,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
                 watch.close()
                 accelerator.wait_for_everyone()  # or torchrun would end the process that saves, once another has left
                 if rang and config.alarm == "stop":
-                    raise Alarmed(folder, run.iteration)
+                    raise Alarmed(folder, run.iteration, best(folder) is not None)
                 raise stop.interrupted(f"saved after iteration {run.iteration} of {config.iterations}")
     watch.close()
     if metrics:

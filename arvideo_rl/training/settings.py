@@ -16,7 +16,7 @@ from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.nft import NFT
 from arvideo_rl.outputs import check_folder
-from arvideo_rl.training.alarm import ACTIONS
+from arvideo_rl.training.alarm import ACTIONS, FEWEST
 from arvideo_rl.training.compare import HeldOut, check_held_out, least_prompts
 from arvideo_rl.training.prompts import (
     HELD_OUT_FRAMES,
@@ -117,6 +117,11 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     check_choice("alarm", config.alarm, ACTIONS)
     if config.probe.every and config.probe.prompts < processes:
         raise ConfigError(f"probe.prompts={config.probe.prompts}: use at least one a process, {processes}")
+    if config.alarm == "stop" and (not config.probe.every or config.probe.prompts < FEWEST):
+        raise ConfigError(
+            f"alarm=stop can never ring with probe.every={config.probe.every} probe.prompts={config.probe.prompts}; "
+            f"use probe.every of 1 or more and probe.prompts of {FEWEST} or more"
+        )
     check_choice("advantage", config.advantage, FORMS)
     check_choice("lag", config.lag, LAGS)
     check_choice("policy.kind", config.policy.kind, ("lora", "full"))
@@ -156,6 +161,8 @@ def notes(config: AlignConfig, generator: Generator) -> list[str]:
     for name, part, key, reason in unused:
         if getattr(part, key) != defaults(type(part))[key]:
             out.append(f"{name}.{key}={getattr(part, key)} is not used with {reason}")
+    if config.alarm == "warn" and not (config.probe.every and config.probe.prompts >= FEWEST):
+        out.append(f"the alarm can never ring: it needs probe.every of 1 or more and probe.prompts of {FEWEST} or more")
     trained = generator.streaming.trained_frames
     for key, frames in (("frames", config.frames), ("held_out.frames", config.held_out.frames)):
         if frames > trained:

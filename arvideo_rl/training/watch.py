@@ -26,7 +26,7 @@ def check_alarm(folder: Path, config_alarm: str) -> None:
     rung = [e for e in read_rows(folder / "events.jsonl") if e["kind"] == "alarm"]
     if rung and config_alarm == "stop":
         raise ConfigError(
-            f"{folder} was stopped by its alarm after iteration {rung[-1]['iteration']} ({folder / 'events.jsonl'}); "
+            f"the alarm of {folder} has rung after iteration {rung[-1]['iteration']} ({folder / 'events.jsonl'}); "
             f"to go on in spite of it: arvideo align {folder / 'config.yaml'} alarm=warn"
         )
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(config):
     config.iterations, config.checkpoint_every = 4, 2
-    config.probe.every, config.probe.prompts = 1, 4
+    config.probe.every, config.probe.prompts = 1, 12
     return config
 
 
@@ -38,6 +38,7 @@ def trained_part(row: dict) -> dict:
 
 
 def ring_at_the_second_look(monkeypatch):
+    monkeypatch.setattr("arvideo_rl.training.watch.suspects", lambda *_: {"sharpness"})
     monkeypatch.setattr("arvideo_rl.training.watch.parted", lambda before, *_: ["sharpness"] if before else [])
 
 
@@ -102,11 +103,12 @@ def test_stopped_by_its_alarm_a_run_is_saved_and_goes_on_only_when_told(config, 
     with pytest.raises(Alarmed, match=r"saved after iteration 2; .*alarm=warn") as stopped:
         align(config)
     folder = Path(config.out) / config.name
+    assert "@best" not in str(stopped.value) or load_aligned(f"{Path(config.out) / config.name}@best")
     assert stopped.value.code == 3 and read_state(checkpoints(folder)[-1])["step"] == 2
     (alarm,) = rows(folder, "events.jsonl")
     assert (alarm["iteration"], alarm["kind"], alarm["verifiers"]) == (2, "alarm", ["sharpness"])
     assert capsys.readouterr().out.count("ALARM after iteration 2: the trained reward is up") == 1
-    with pytest.raises(ConfigError, match=r"stopped by its alarm after iteration 2 .*alarm=warn"):
+    with pytest.raises(ConfigError, match=r"has rung after iteration 2 .*alarm=warn"):
         align(config)
     config.alarm = "warn"
     align(config)
@@ -147,8 +149,17 @@ def test_wrong_settings_are_refused(config):
         with pytest.raises(ConfigError, match=f"probe.{key}={value}"):
             check(config, 3, 1)
         setattr(config.probe, key, old)
-    with pytest.raises(ConfigError, match=r"probe\.prompts=4: use at least one a process, 8"):
-        check(config, 3, 8)
+    config.probe.prompts = 3
+    with pytest.raises(ConfigError, match=r"probe\.prompts=3: use at least one a process, 4"):
+        check(config, 3, 4)
+    config.probe.prompts = 12
+    config.alarm = "stop"
+    for key, value in (("every", 0), ("prompts", 11)):
+        old = getattr(config.probe, key)
+        setattr(config.probe, key, value)
+        with pytest.raises(ConfigError, match="alarm=stop can never ring with"):
+            check(config, 3, 1)
+        setattr(config.probe, key, old)
     config.alarm = "wran"
     with pytest.raises(ConfigError, match="did you mean warn"):
         check(config, 3, 1)
