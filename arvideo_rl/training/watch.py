@@ -19,6 +19,7 @@ from arvideo_rl.training.probe import Look, probe, probe_prompts, trained, value
 from arvideo_rl.training.rundir import Events, read_rows
 
 REMEMBERED = 12  # rows that a diagnosis may read
+LONG = 20  # iterations; half of a shorter run has seldom gained what so few prompts can show
 
 
 def check_alarm(folder: Path, config_alarm: str) -> None:
@@ -86,7 +87,7 @@ class Watch:
             rang = sentence(fell, found, gain)
             self._tell("alarm", rang, verifiers=fell)
         first_half = self.run.iteration - self.every < config.iterations / 2 <= self.run.iteration
-        if first_half and config.iterations >= 10 and (said := flat(changes, config.prompts_per_step, self.rows)):
+        if first_half and config.iterations >= LONG and (said := flat(changes, config.prompts_per_step, self.rows)):
             self._note("flat", said)
         self.before = found
         if self.run.accelerator.num_processes > 1:
