@@ -47,6 +47,8 @@ TABLE: list[tuple[str, Meaning]] = [
         "between neighbours; blur lowers it, noise raises it")),
     (r"verifier/motion", Meaning("Verifiers", "motion", "frame difference x 100, raw", "mean change between frames")),
     (r"verifier/(.+)", Meaning("Verifiers", r"\1", "raw")),
+    (r"picture/(.+)", Meaning("Verifiers", r"picture: \1", "0 to 1",
+        "on the same rollouts; where it drifts, so does the look")),
     (r"probe/change/reward/(.+)", Meaning("Held-out probe", r"trained reward \1: change", "paired change, held out",
         "since the start, same prompts and noise")),
     (r"probe/change/(.+)", Meaning("Held-out probe", r"\1: change", "paired change, held out",

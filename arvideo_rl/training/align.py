@@ -34,7 +34,7 @@ from arvideo_rl.training.checkpoints import (
 )
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
-from arvideo_rl.training.rollout import clips_of, reward_table, roll_out
+from arvideo_rl.training.rollout import appearance, clips_of, reward_table, roll_out
 from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, held_out_of, lag_keep
 from arvideo_rl.world.verify import VERIFIERS
 from samplers.randomness import Key
@@ -92,12 +92,13 @@ class Run:
         self.iteration += 1
         self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
         actions = prompts.actions[:, : clips.frames.shape[1]]
-        for name, verify in VERIFIERS.items():
-            value = verify(clips.frames, list(prompts.texts), actions)  # NaN where the prompt is not the world's
+        looks = {f"verifier/{k}": verify(clips.frames, list(prompts.texts), actions) for k, verify in VERIFIERS.items()}
+        looks |= {f"picture/{k}": value for k, value in appearance(clips.frames).items()}
+        for name, value in looks.items():  # NaN where the prompt is not the world's
             both = torch.stack([value.nansum(), (~value.isnan()).sum().float()]).to(accelerator.device)
             total, count = accelerator.reduce(both, "sum").tolist()
             if count:
-                metrics[f"verifier/{name}"] = total / count
+                metrics[name] = total / count
         self.seconds += time.time() - begun
         metrics |= {"seconds/rollout": rolled - begun, "seconds/reward": scored - rolled,
                     "seconds/update": time.time() - scored}  # fmt: skip
@@ -173,7 +174,11 @@ class Run:
         _sum_gradients(parameters, accelerator)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         if not torch.isfinite(norm):
-            raise FloatingPointError(f"gradient is {norm.item()} at iteration {self.iteration}; lower lr ({config.lr})")
+            named = self.policies.parameters().items()
+            bad = next((k for k, p in named if p.grad is not None and not p.grad.isfinite().all()), "their norm")
+            raise FloatingPointError(
+                f"gradient is {norm.item()} at iteration {self.iteration}, first in {bad}; lower lr ({config.lr})"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         out = _mean_over_processes(seen, accelerator)

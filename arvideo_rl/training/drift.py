@@ -18,13 +18,13 @@ from torch import Tensor
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.progress import hidden
 from arvideo_rl.training.prompts import Prompts
+from arvideo_rl.training.rollout import appearance
 from arvideo_rl.world.scene import sample_actions
 from rewards.contract import Clips
 from rewards.inverse_dynamics import InverseDynamics
 from samplers.randomness import Key
 from samplers.stream import draw_from
 
-LUMA = (0.299, 0.587, 0.114)
 PICTURE = ("brightness", "contrast", "edges")  # what must not drift
 SEED = 77_000_002
 
@@ -69,7 +69,7 @@ def segments(
 
 def measure(pixels: Tensor, actions: Tensor, chunk: int, judge: InverseDynamics, fps: float) -> dict[str, Tensor]:
     """One segment: pixels [B, T, 3, H, W] in [0, 1] that begins with a chunk, actions [B, T] into each frame."""
-    luma = (pixels * torch.tensor(LUMA)[:, None, None]).sum(2)
+    look = appearance(pixels)
     across = (pixels[..., 1:] - pixels[..., :-1]).abs().mean((1, 2, 3, 4))
     down = (pixels[..., 1:, :] - pixels[..., :-1, :]).abs().mean((1, 2, 3, 4))
     change = (pixels[:, 1:] - pixels[:, :-1]).abs().mean((2, 3, 4))  # [B, T-1], into frames 1 ..
@@ -78,8 +78,8 @@ def measure(pixels: Tensor, actions: Tensor, chunk: int, judge: InverseDynamics,
         frames=pixels, fps=fps, prompts=[""] * len(pixels), actions=actions[:, 1 : pixels.shape[1]].contiguous()
     )
     return {
-        "brightness": luma.mean((1, 2, 3)),
-        "contrast": luma.std((2, 3), correction=0).mean(1),
+        "brightness": look["brightness"],
+        "contrast": look["contrast"],
         "edges": (across + down) / 2,
         "motion": change.mean(1),
         "seam": change[:, into_first].mean(1) / change[:, ~into_first].mean(1).clamp_min(1e-6),

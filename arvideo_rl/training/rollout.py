@@ -12,6 +12,8 @@ from rewards.contract import Clips, Reward, score
 from samplers.randomness import Key
 from samplers.stream import draw_from
 
+LUMA = (0.299, 0.587, 0.114)
+
 
 @torch.no_grad()
 def roll_out(generator: Generator, model, prompts: Prompts, keys: list[Key], frames: int, groups: Tensor) -> Record:
@@ -38,6 +40,18 @@ def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:
         group_ids=record.groups,
         chunk_starts=tuple(codec.pixel_frames(a) for a, _ in generator.streaming.attention_window().chunks(frames)),
     )
+
+
+def appearance(pixels: Tensor) -> dict[str, Tensor]:
+    """How videos [B, T, 3, H, W] look as a whole, [B] each: brightness (mean luma, 0 to 1), contrast (its deviation
+    over a frame) and saturation (largest minus smallest channel). What a judge that likes bleached or gaudy pictures
+    does to them shows here."""
+    luma = (pixels * torch.tensor(LUMA)[:, None, None]).sum(2)
+    chroma = pixels.amax(2) - pixels.amin(2)
+    return {
+        "brightness": luma.mean((1, 2, 3)), "contrast": luma.std((2, 3), correction=0).mean(1),
+        "saturation": chroma.mean((1, 2, 3)),
+    }  # fmt: skip
 
 
 def reward_table(rewards: dict[str, tuple[Reward, float]], clips: Clips) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

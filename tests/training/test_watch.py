@@ -64,7 +64,7 @@ def test_looks_are_where_they_are_due_paired_to_the_start_and_give_the_score(con
         "probe/fall/sharpness",
         "probe/change/reward/actions",
     } <= last.keys()
-    assert "probe/fall/reward/actions" not in last
+    assert "probe/fall/reward/actions" not in last and {"picture/saturation", "picture/contrast"} <= last.keys()
     for path in checkpoints(folder):
         step = read_state(path)["step"]
         assert read_state(path)["score"] == pytest.approx(rows(folder)[step - 1]["probe/reward/actions"])

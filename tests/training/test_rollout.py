@@ -1,0 +1,23 @@
+"""How pictures look as a whole, in numbers anyone can check."""
+
+import pytest
+import torch
+
+from arvideo_rl.training.rollout import appearance
+
+
+@pytest.mark.parametrize(
+    ("colour", "brightness", "saturation"),
+    [((1, 1, 1), 1, 0), ((1, 0, 0), 0.299, 1), ((0.5, 0.25, 0.25), 0.32475, 0.25)],
+)
+def test_a_frame_of_one_colour_has_its_brightness_and_saturation_and_no_contrast(colour, brightness, saturation):
+    found = appearance(torch.tensor(colour, dtype=torch.float32).view(1, 1, 3, 1, 1).expand(2, 3, 3, 4, 4))
+    assert found["brightness"].tolist() == pytest.approx([brightness] * 2)
+    assert found["saturation"].tolist() == pytest.approx([saturation] * 2)
+    assert found["contrast"].tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_contrast_is_the_deviation_over_a_frame():
+    half = torch.zeros(1, 1, 3, 2, 4)
+    half[..., 2:] = 1
+    assert appearance(half)["contrast"].item() == pytest.approx(0.5)
