@@ -58,6 +58,20 @@ def test_every_shipped_yaml_dry_runs(path, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 
+def test_a_dry_run_shows_window_sinks_and_derived_sizes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = in_process(capsys, "align", "align/debug_tiny", "prompts_per_step=3", "group=5", "frames=9", "--dry-run")
+    flat = " ".join(done.stdout.replace("│", " ").split())
+    for said in (
+        "window 12 frames, sink 3, adjacent",
+        "3 prompts x 5 = 15",
+        "9 frames / 3 = 3",
+        "1, 0.8571, 0.6667, 0.4",
+    ):
+        assert said in flat, said
+    assert "MiB (about)" in flat
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
@@ -157,7 +171,8 @@ def test_doctor_and_rewards_list():
     done = arvideo("doctor")
     assert done.returncode == 0, done.stdout
     assert "attention backend" in done.stdout and "generator tiny" in done.stdout and "ffmpeg" in done.stdout
-    assert "inverse_dynamics" in arvideo("rewards", "list").stdout
+    listed = arvideo("rewards", "list").stdout
+    assert "inverse_dynamics" in listed and "licence" in listed and "Apache" in listed
 
 
 def test_align_evaluate_and_generate_from_the_run(tmp_path):

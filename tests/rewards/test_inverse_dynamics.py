@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from arvideo_rl.media import read_video, write_video
 from arvideo_rl.training import idm
 from arvideo_rl.world.dataset import HELD_OUT
 from arvideo_rl.world.dataset import Clips as WorldClips
@@ -222,6 +223,16 @@ def test_larger_frames_are_reduced():
     assert float(large.components["accuracy"]) == float(small.components["accuracy"]) == 1
     stripes = torch.tensor([1.0, 0.0, 0.0, 1.0]).repeat(32).expand(1, 2, 3, 128, 128)
     assert (InverseDynamics()._resize(stripes)[..., 1:-1] - 0.5).abs().max() < 0.05  # every pixel counts: no aliasing
+
+
+def test_an_mp4_scores_as_the_frames_it_was_made_from(clips, tmp_path):
+    """Within .02 in accuracy and .05 in log-likelihood, at the quality videos are written with."""
+    read = torch.stack([read_video(write_video(tmp_path / "a.mp4", x, 8))[0] for x in clips.frames])
+    coded = score(InverseDynamics(), Clips(read, actions=clips.actions)).components
+    plain = score(InverseDynamics(), clips).components
+    assert not torch.equal(read, clips.frames)
+    assert (coded["accuracy"].mean() - plain["accuracy"].mean()).abs() < 0.02
+    assert (coded["log_likelihood"].mean() - plain["log_likelihood"].mean()).abs() < 0.05
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,29 @@ def test_a_reward_that_can_score_nothing_stops_the_run(config, tmp_path):
         Run(config, Accelerator()).step()
 
 
+def test_a_loss_that_is_nan_stops_at_that_iteration_and_changes_nothing(config, monkeypatch):
+    run = Run(config, Accelerator())
+    run.step()
+    before, real = trained(run), run.objective.losses
+    monkeypatch.setattr(run.objective, "losses", lambda *a: ((x * float("nan"), m) for x, m in real(*a)))
+    with pytest.raises(FloatingPointError, match="gradient is nan at iteration 1; lower lr"):
+        run.step()
+    assert same(trained(run), before)
+
+
+def test_rewards_are_combined_by_their_weighted_advantages(config):
+    """By hand: two rewards on other scales, the second counted against."""
+    run = Run(config, Accelerator())
+    run.rewards = {"a": (None, 3.0), "b": (None, -1.0)}
+    values = {"a": torch.tensor([[1.0], [3.0]]), "b": torch.tensor([[500.0], [100.0]])}
+    content = {k: torch.zeros(2, 1, dtype=torch.bool) for k in values}
+    adv, _ = run._advantages(values, content, torch.tensor([0, 0]))
+    torch.testing.assert_close(adv, torch.tensor([[-1.0], [1.0]]))
+    run.rewards["b"] = (None, 1.0)
+    adv, _ = run._advantages(values, content, torch.tensor([0, 0]))
+    torch.testing.assert_close(adv, torch.tensor([[-0.5], [0.5]]))  # (3 - 1) / 4
+
+
 def test_lag_laws():
     assert lag_keep("none", 9) == 0 and lag_keep("frozen", 9) == 1
     assert lag_keep("nft", 100) == pytest.approx(0.1) and lag_keep("nft", 9000) == 0.5
