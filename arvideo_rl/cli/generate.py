@@ -19,6 +19,7 @@ Streams one video per prompt, chunk by chunk, and writes it with a .json beside 
 
   arvideo generate prompt='a red ball rolls left' actions='turn left*6, forward*11' out=ball.mp4
   arvideo generate prompt='a red ball bounces' seconds=6 switch='24: a blue cube rests' out=switch.gif
+  arvideo generate prompt='a red ball bounces' start=ball.mp4 actions='forward*6' out=longer.mp4
   arvideo generate prompts=prompts.jsonl generator=runs/quickstart out=videos/
 
 The tiny generator knows the words of the embedded world: a, red, green, blue, yellow, ball, cube, rests, rolls, slides,

@@ -28,7 +28,7 @@ from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.generators.wan import WanParts, load_parts
 from arvideo_rl.generators.weights import load_strictly, read_tensors
 from samplers.rolling import rolling
-from samplers.stream import Chunk, Draw, stream
+from samplers.stream import Chunk, Draw, given, stream
 
 M = TypeVar("M", bound=torch.nn.Module)
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"  # diffusers' name
@@ -90,6 +90,11 @@ class Generator:
         if self.streaming.joint:
             return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)
         return stream(denoiser, chunks, levels, draw, frames=kept, context=context, to_continue=to_continue)
+
+    def given(self, model: Callable, script: Script, latents: Tensor) -> Any:
+        """The context after clean ``latents`` [B, F, C, h, w] (whole chunks) that were not generated."""
+        window = self.streaming.attention_window()
+        return given(Denoiser(model, window, script), latents, window.chunks(latents.shape[1]))
 
     def to(self, device: torch.device | str) -> Generator:
         """Move the networks; returns self."""

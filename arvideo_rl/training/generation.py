@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import Progress
+from torch import Tensor
 
 from arvideo_rl import media
 from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_ranges
@@ -17,6 +18,7 @@ from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.outputs import check_file, check_folder
 from arvideo_rl.progress import hidden
 from arvideo_rl.training.aligned import load_any
+from arvideo_rl.training.continuation import read_start
 from arvideo_rl.training.prompts import Prompts, list_actions, parse_actions, read_prompts
 from arvideo_rl.training.rundir import write_json
 from samplers.randomness import Key
@@ -31,6 +33,7 @@ class GenerateConfig:
     prompt: str = ""  # one prompt; or give prompts=FILE
     prompts: str = ""  # .txt with a prompt a line, or .jsonl with {"prompt", "actions"} a line
     actions: str = ""  # for prompt=, e.g. 'turn left*6, forward*9'; frame 0 has none
+    start: str = ""  # an image, a video or a folder of images to continue; frames= counts them in
     switch: str = ""  # 'FRAME: new prompt'; several separated by ';'
     frames: int | None = None  # default: what the actions need, at least 18; or give seconds=
     seconds: float | None = None  # how long, at the generator's frame rate
@@ -51,6 +54,7 @@ class Job:
     frames: int
     switches: list[tuple[int, str]]
     targets: list[Path]
+    given: Tensor | None  # clean latents [1, F, C, h, w] to continue
     notes: list[str]  # what was loaded, and what to know before watching
 
 
@@ -68,33 +72,41 @@ def prepare(config: GenerateConfig) -> Job:
     commands = len(list_actions(config.actions))
     generator, model, loaded = load_any(config.generator)
     streaming = generator.streaming
-    frames = config.frames or max(streaming.trained_frames, commands + 1)
+    given, told = read_start(Path(config.start), generator) if config.start else (None, "")
+    past = given.shape[1] if given is not None else 0
+    frames = config.frames or max(streaming.trained_frames, max(past, 1) + commands, past + streaming.chunk)
     if config.seconds is not None:
-        frames = math.ceil(config.seconds * streaming.fps)
-    if commands >= frames:
-        raise ConfigError(f"{commands} actions drive {commands} changes, but {frames} frames have {frames - 1}")
+        frames = frames_for(math.ceil(config.seconds * streaming.fps), generator)
+    if frames <= past:
+        raise ConfigError(f"{frames} frames are no more than the {past} that start= gives; raise frames= or seconds=")
+    room = frames - max(past, 1)  # changes that commands can drive: into every frame but the first or the given ones
+    if commands > room:
+        raise ConfigError(f"{commands} actions drive {commands} changes, but {frames} frames have {room}")
     if config.prompt:
-        prompts = Prompts((config.prompt,), torch.tensor([parse_actions(config.actions, frames)]), (0,))
+        acts = [0] * max(past - 1, 0) + parse_actions(config.actions, frames - max(past - 1, 0))
+        prompts = Prompts((config.prompt,), torch.tensor([acts]), (0,))
     else:
         prompts = read_prompts(Path(config.prompts), frames)
     switches = parse_switches(config.switch, streaming.chunk)
     for at, _ in switches:
-        if at >= frames:
-            raise ConfigError(f"switch at frame {at}: the video has {frames} frames; raise frames= or seconds=")
+        if not max(past, 1) <= at < frames:
+            seen = f"frames {past} to {frames - 1} are generated" if past else f"the video has {frames} frames"
+            raise ConfigError(f"switch at frame {at}: {seen}; raise frames= or seconds=")
     for text in (*prompts.texts, *(text for _, text in switches)):
         generator.script([text])  # refuses unknown words
     levels = ", ".join(f"{t:.3g}" for t in streaming.levels)
-    notes = [f"{loaded}; window {streaming.window}, sink {streaming.sink}, levels {levels}"]
+    notes = [f"{loaded}; window {streaming.window}, sink {streaming.sink}, levels {levels}"] + [told] * bool(told)
     if frames > streaming.trained_frames:
         notes.append(f"{frames} frames go past the {streaming.trained_frames} it was trained on; quality may drift")
-    return Job(config, generator, model, prompts, frames, switches, targets, notes)
+    return Job(config, generator, model, prompts, frames, switches, targets, given, notes)
 
 
 def run(job: Job) -> Iterator[Path]:
     """Generate and write each video, with a .json beside it that says how it was made; yields each path when whole."""
     config, generator = job.config, job.generator
     streaming = generator.streaming
-    chunks = streaming.attention_window().chunks(job.frames)
+    past = job.given.shape[1] if job.given is not None else 0
+    chunks = [c for c in streaming.attention_window().chunks(job.frames) if c[0] >= past]
     takes_actions = generator.transformer.action_embedding is not None
     with Progress(disable=hidden()) as bar:
         task = bar.add_task("streaming", total=len(chunks) * len(job.prompts))
@@ -106,13 +118,30 @@ def run(job: Job) -> Iterator[Path]:
             draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape, generator.transformer.device)
             decode = generator.codec.decoder()
             with media.writing(path, streaming.fps, config.scale) as add:
-                for chunk in generator.stream(job.model, script, draw, job.frames, trim=True):
+                context = None
+                if job.given is not None:
+                    context = generator.given(job.model, script, job.given)
+                    add(decode(job.given)[0])
+                for chunk in generator.stream(
+                    job.model, script, draw, job.frames, context=context, start=past, trim=True
+                ):
                     add(decode(chunk.latents)[0])
                     bar.advance(task)
-            made = {"prompt": one.texts[0], "actions": one.actions[0, 1 : job.frames].tolist(), "switch": job.switches,
-                    "fps": streaming.fps, "seed": config.seed, "index": i, "generator": config.generator}  # fmt: skip
+            made = {
+                "prompt": one.texts[0], "actions": one.actions[0, 1 : job.frames].tolist(), "switch": job.switches,
+                "start": config.start, "fps": streaming.fps, "seed": config.seed, "index": i,
+                "generator": config.generator,
+            }  # fmt: skip
             write_json(path.with_name(path.name + ".json"), made)
             yield path
+
+
+def frames_for(pixel_frames: int, generator: Generator) -> int:
+    """The fewest frames of the generator that make ``pixel_frames``."""
+    frames = 1
+    while generator.codec.pixel_frames(frames) < pixel_frames:
+        frames += 1
+    return frames
 
 
 def parse_switches(text: str, chunk: int) -> list[tuple[int, str]]:
