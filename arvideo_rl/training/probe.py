@@ -66,7 +66,9 @@ def measure_shared(run: Run, prompts: Prompts, size: HeldOut, which: str, title:
     mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
     with torch.no_grad(), run.policies.using(which) as model:
         found = measure(run.generator, model, mine, run.rewards, size, title)
-    return Measured.join(gather_object([found]) if n > 1 else [found])
+    whole = Measured.join(gather_object([found]) if n > 1 else [found])
+    assert len(whole.pixels) == len(prompts)
+    return whole
 
 
 def trained(run: Run, values: dict[str, Tensor]) -> Tensor:

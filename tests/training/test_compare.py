@@ -59,6 +59,13 @@ def test_a_verifier_below_its_margin_is_named():
     assert wide["nothing_sacrificed"], "the margin is the user's to state"
 
 
+def test_sharpness_that_rises_by_more_than_a_quarter_is_lost_too():
+    before = measured(1)
+    for sharper, ok in ((0.5, True), (2.0, False)):  # of about 4
+        result = compare(before, measured(1, sharper=sharper), {"actions": 1.0}, HeldOut())
+        assert {v["name"]: v["ok"] for v in result["verifiers"]}["sharpness"] is ok
+
+
 def test_a_larger_frechet_distance_is_worse():
     before, after = measured(1), measured(1, spread=3.0)
     [row] = [v for v in compare(before, after, {"actions": 1.0}, HeldOut())["verifiers"] if v["name"] == "frechet"]

@@ -116,6 +116,14 @@ def test_stopped_by_its_alarm_a_run_is_saved_and_goes_on_only_when_told(config, 
     assert json.loads((folder / "summary.json").read_text())["alarms"] == [alarm["text"]]
 
 
+def test_a_resumed_run_remembers_the_look_before(config, monkeypatch):
+    ring_at_the_second_look(monkeypatch)
+    config.iterations = 1
+    assert not rows(align(config), "events.jsonl")
+    config.iterations = 2
+    assert [e["iteration"] for e in rows(align(config), "events.jsonl")] == [2]
+
+
 def test_the_exit_code_of_a_stopped_run(config, monkeypatch, tmp_path, capsys):
     ring_at_the_second_look(monkeypatch)
     data = dataclasses.asdict(config) | {"alarm": "stop"}
