@@ -128,8 +128,11 @@ def test_what_autograd_keeps_is_one_chunk_whatever_the_length(small):
 MEMORY = """
 import resource, sys
 from arvideo_rl.cli import main
-code = main(["generate", "prompt=a red ball rolls left", f"generator={sys.argv[1]}", f"out={sys.argv[2]}", "scale=4",
-             f"frames={sys.argv[3]}"])
+try:
+    main(["generate", "prompt=a red ball rolls left", f"generator={sys.argv[1]}", f"out={sys.argv[2]}", "scale=4",
+          f"frames={sys.argv[3]}"])
+except SystemExit as end:
+    code = end.code
 print("PEAK", code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
