@@ -22,6 +22,16 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """A shell makes its background jobs ignore Ctrl-C; the tests of it need it heard there too."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="session")
 def small(tmp_path_factory) -> str:
     """Folder of a 32-wide, 2-layer generator for 16x16-patch tokens."""
