@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from arvideo_rl.cli.main import UsageError
 
 REQUIRED = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "open-clip-torch", "omegaconf",
-            "pyyaml", "imageio", "imageio-ffmpeg", "safetensors", "opencv-python-headless", "numpy", "pillow", "psutil", "jinja2",
-            "rich", "tensorboard")  # fmt: skip
+            "pyyaml", "imageio", "imageio-ffmpeg", "safetensors", "opencv-python-headless", "numpy", "pillow", "psutil",
+            "jinja2", "rich", "tensorboard")  # fmt: skip
 EXTRAS = {  # as in pyproject.toml, which a test compares
     "cuda": ("xformers",),
     "geometry": ("addict", "einops", "evo", "moviepy", "plyfile", "pycolmap", "trimesh"),
