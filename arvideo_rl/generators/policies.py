@@ -38,6 +38,12 @@ class Policies:
     def __init__(self, transformer: CausalWan, config: PolicyConfig, seed: int = 0) -> None:
         if config.kind not in ("lora", "full"):
             raise ValueError(f"policy kind {config.kind!r} is unknown; choose lora or full")
+        low = next((p.dtype for p in transformer.parameters() if p.dtype != torch.float32), None)
+        if config.kind == "full" and low:  # an update is smaller than what such a weight can change by
+            raise ValueError(
+                f"policy.kind=full would train {str(low)[6:]} weights, which barely move; load the generator with "
+                "wan.dtype=float32 or use policy.kind=lora"
+            )
         self.kind = config.kind
         self.old_is_current = True
         self._scope = "current"

@@ -260,3 +260,8 @@ def test_scopes_nest_and_leaving_one_gives_back_the_one_around(kind, outer, inne
             assert torch.equal(policies(*batch).x0, expected[outer])
         assert torch.equal(policies(*batch).x0, expected["current"])
     policies.check_backward()
+
+
+def test_half_precision_weights_are_not_trained_whole(tiny):
+    with pytest.raises(ValueError, match=r"policy\.kind=full would train bfloat16 weights, which barely move"):
+        Policies(tiny().bfloat16(), PolicyConfig(kind="full"), 0)
