@@ -2,8 +2,9 @@
 
 A forward pass only reads a context. A refresh (t = 0) makes a :class:`Span`, and :meth:`Window.commit` returns a *new*
 context that holds it, so noisy keys never enter, recomputation under activation checkpointing reads the same tensors,
-and a fork costs nothing (two contexts share their spans). Keys are kept un-rotated; they are rotated once per chunk
-when read. Rotary attention sees only differences of positions, so this equals the official rotate-then-store.
+and a fork costs nothing (two contexts share their spans). Keys are kept rotated by their place in the frame but not by
+time; that happens once per chunk, when they are read. Rotary attention sees only differences of positions, so this
+equals the official rotate-then-store.
 
 Shape letters: B batch, L tokens per frame, N heads, D head dim. A frame is a latent frame.
 """
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-Rotate = Callable[[Tensor, tuple[int, ...]], Tensor]
+from arvideo_rl.generators.rope import turn
+
 AT_SWITCH = ("keep", "recache", "recache_joint", "flush", "cut")
 Fold = Callable[["Span", "Span | None", "Span"], "Span"]  # (sinks, frames that leave, newest chunk) -> sinks
 
@@ -27,7 +29,7 @@ class Span:
 
     start: int
     stop: int
-    keys: tuple[Tensor, ...]  # each [B, (stop - start) * L, N, D], normalised but not rotated
+    keys: tuple[Tensor, ...]  # each [B, (stop - start) * L, N, D], normalised, rotated by place but not by time
     values: tuple[Tensor, ...]
 
     def crop(self, start: int, stop: int) -> Span | None:
@@ -92,7 +94,7 @@ class Context:
             return frames
         return tuple(range(self.position - self.gap - len(frames), self.position - self.gap))
 
-    def view(self, rotate: Rotate) -> tuple[tuple[Tensor, Tensor], ...]:
+    def view(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Per layer the rotated keys and the values [B, held * L, N, D] of the past; made once, then remembered."""
         if not self.spans:
             return ()
@@ -101,7 +103,7 @@ class Context:
             layers = range(len(self.spans[0].keys))
             self._rotated["view"] = tuple(
                 (
-                    rotate(torch.cat([s.keys[i] for s in self.spans], 1), positions),
+                    turn(torch.cat([s.keys[i] for s in self.spans], 1), positions),
                     torch.cat([s.values[i] for s in self.spans], 1),
                 )
                 for i in layers

@@ -37,3 +37,16 @@ def rotate(x: Tensor, factors: Tensor) -> Tensor:
     """Rotate x [B, F*L, N, D] by ``factors`` of :func:`rotation`; computed in float32, returned in x's dtype."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
+
+
+def place(x: Tensor, height: int, width: int) -> Tensor:
+    """Rotate x [B, F * height * width, N, D] by the row and column of each token, not by its frame."""
+    frames = x.shape[1] // (height * width)
+    return rotate(x, rotation((0,) * frames, height, width, x.shape[-1], x.device))
+
+
+def turn(x: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """Rotate x [B, F * L, N, D] by the positions of its F frames, not by places. Rotations act on separate pairs, so
+    turn(place(x)) is :func:`rotate`, in either order; L tokens of a frame may have any places."""
+    factors = rotation(positions, 1, 1, x.shape[-1], x.device)
+    return rotate(x, factors.repeat_interleave(x.shape[1] // len(positions), 0))

@@ -1,4 +1,4 @@
-"""What becomes of the sinks when frames leave the window. Keys are un-rotated here, so mixing them is meaningful.
+"""What becomes of the sinks when frames leave the window. Keys are rotated by place only, so tokens of one place mix.
 
 Shape letters: B batch, L tokens per frame, N heads, D head dim.
 """

@@ -21,7 +21,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 from arvideo_rl.generators.context import Context, Span
-from arvideo_rl.generators.rope import rotate, rotation
+from arvideo_rl.generators.rope import place, rotate, rotation
 
 Past = tuple[Tensor, Tensor] | None
 
@@ -106,12 +106,12 @@ class CausalWan(WanTransformer3DModel):
             if tuple(self.place_embedding.shape[1:3]) != grid:
                 known = "x".join(map(str, self.place_embedding.shape[:3]))
                 raise ValueError(f"chunk of {frames}x{grid[0]}x{grid[1]} tokens; this generator knows {known} places")
-            place = [f % len(self.place_embedding) for f in range(frames)]  # several chunks may be read at once
-            h = h + self.place_embedding[place].flatten(1, 2)
+            chunk = [f % len(self.place_embedding) for f in range(frames)]  # several chunks may be read at once
+            h = h + self.place_embedding[chunk].flatten(1, 2)
         dim = self.config.attention_head_dim
         positions = tuple(range(context.position, context.position + frames))
         here = rotation(positions, *grid, dim, x.device)
-        past = context.view(lambda k, at: rotate(k, rotation(at, *grid, dim, x.device)))
+        past = context.view()
 
         kept = []
         for i, block in enumerate(self.blocks):
@@ -129,7 +129,8 @@ class CausalWan(WanTransformer3DModel):
         out = self._unpatch(self.proj_out(h), grid).to(x.dtype)
         span = None
         if write:
-            span = Span(positions[0], positions[-1] + 1, tuple(k for k, _ in kept), tuple(v for _, v in kept))
+            keys, values = tuple(place(k, *grid) for k, _ in kept), tuple(v for _, v in kept)
+            span = Span(positions[0], positions[-1] + 1, keys, values)
         return self._prediction(x, t, out, span)
 
     def _prediction(self, x: Tensor, t: Tensor, out: Tensor, span: Span | None) -> Prediction:

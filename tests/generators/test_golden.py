@@ -7,7 +7,7 @@ import torch
 
 from arvideo_rl.generators.context import Context, Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
-from arvideo_rl.generators.rope import rotate, rotation
+from arvideo_rl.generators.rope import turn
 from samplers.kernels import forward
 from samplers.schedule import warped_levels
 from samplers.stream import stream
@@ -70,8 +70,7 @@ def test_noisy_and_clean_passes_over_the_cache_equal_the_official_ones(chunk, go
 @pytest.mark.parametrize("layer", range(2))
 def test_cached_keys_rotated_at_their_frames_equal_the_official_cache(layer, golden, kv_run):
     g, spans = golden("kv_forward"), kv_run[1].spans
-    factors = rotation(tuple(range(9)), 4, 6, 32, torch.device("cpu"))
-    keys = rotate(torch.cat([s.keys[layer] for s in spans], 1), factors)
+    keys = turn(torch.cat([s.keys[layer] for s in spans], 1), tuple(range(9)))
     torch.testing.assert_close(keys[1:], g[f"kv{layer}.k"], **CLOSE)
     torch.testing.assert_close(torch.cat([s.values[layer] for s in spans], 1)[1:], g[f"kv{layer}.v"], **CLOSE)
 

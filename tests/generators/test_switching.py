@@ -7,7 +7,7 @@ import torch
 
 from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
-from arvideo_rl.generators.rope import rotate, rotation
+from arvideo_rl.generators.rope import turn
 from arvideo_rl.generators.switching import CUT
 from arvideo_rl.objectives.record import walk
 from samplers.schedule import warped_levels
@@ -69,8 +69,7 @@ def test_the_recached_keys_equal_longlives(name, frames, golden, golden_wan):
     context = denoiser.enter(context)
     assert context.held() == tuple(frames)
     keys = torch.cat([s.keys[1] for s in context.spans], 1)
-    factors = rotation(tuple(frames), 4, 6, 32, torch.device("cpu"))
-    torch.testing.assert_close(rotate(keys, factors), g[f"{name}.kv_after_recache1.k"], **CLOSE)
+    torch.testing.assert_close(turn(keys, tuple(frames)), g[f"{name}.kv_after_recache1.k"], **CLOSE)
     torch.testing.assert_close(
         torch.cat([s.values[1] for s in context.spans], 1), g[f"{name}.kv_after_recache1.v"], **CLOSE
     )
