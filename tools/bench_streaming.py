@@ -23,9 +23,9 @@ import torch
 
 from arvideo_rl.generators import transformer as module
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.generators.window import Window
 from samplers.randomness import Key
 from samplers.stream import draw_from, stream
 

@@ -7,14 +7,15 @@ context of an update is by construction the context of the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from arvideo_rl.generators.context import Context, Window
-from arvideo_rl.generators.switching import remember, switch
+from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.switching import recache, remember, switch
 from arvideo_rl.generators.transformer import Prediction
+from arvideo_rl.generators.window import Window
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Denoiser:
         """Put the prompt and actions of the next chunk in force, or the actions up to frame ``stop``."""
         a, b = context.position, stop or self.window.end_of(context.position)
         start, text = self.script.prompt_at(a)
-        if start == a > 0:
+        if self.window.recompute and a > 0:
+            context = recache(self.model, self.window, context, text, self.script.actions_in)
+        elif start == a > 0:
             context = switch(self.model, self.window, context, text, self.script.actions_in)
         read = self._read.setdefault(start, {}) if self.fixed else None
         return context.condition(text, self.script.actions_in(a, b), read)
@@ -71,7 +74,10 @@ class Denoiser:
         return self.model(x, levels, context).x0
 
     def refresh(self, x0: Tensor, context: Context) -> Context:
-        """Run the clean chunk at t = 0 and commit its keys and values, detached."""
+        """Run the clean chunk at t = 0 and commit its keys and values, detached. A window that recomputes only keeps
+        the chunk: ``enter`` runs it."""
+        if self.window.recompute:
+            return remember(self.window, replace(context, position=context.position + x0.shape[1]), x0.detach())
         out = self.model(x0, torch.zeros(x0.shape[:1], device=x0.device), context, write=True)
         assert out.span is not None
         context = self.window.commit(context, out.span.detach())

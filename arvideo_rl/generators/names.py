@@ -22,6 +22,7 @@ BLOCK = {
     **{f"{a}.{x}": f"{b}.{y}" for a, b in (("self_attn", "attn1"), ("cross_attn", "attn2"))
        for x, y in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"),
                     ("norm_q", "norm_q"), ("norm_k", "norm_k"))},
+    "self_attn.linear_proj": "attn1.linear_proj",  # Hybrid Forcing's
     "norm3": "norm2",
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",

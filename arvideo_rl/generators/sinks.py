@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from arvideo_rl.generators.context import Fold, Span
+from arvideo_rl.generators.spans import Span
+from arvideo_rl.generators.window import Fold
 
 
 def ema(alpha: float) -> Fold:

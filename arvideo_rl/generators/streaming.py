@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.sinks import adaptive, ema
+from arvideo_rl.generators.window import Window
 from samplers.schedule import warped_levels
 
 
@@ -26,6 +26,10 @@ class Streaming:
     sinks: str = "static"  # what becomes of the sinks: static, ema or adaptive
     alpha: float = 0.99  # of ema sinks: what stays of a sink when a frame is folded in
     threshold: float = 0.2  # of adaptive sinks: similarity below which one is replaced
+    compress: int = 0  # frames' worth of tokens that stay of what leaves the window (compression.py)
+    linear: bool = False  # what leaves the window goes into a linear state (linear.py)
+    recompute: bool = False  # the past is run again before every chunk
+    past_weight: float = 1.0  # factor on the attention weight of past frames but the first held
     at_switch: str = "keep"  # what happens to the past at a prompt switch (switching.py)
     keep_sinks: bool = True  # a recache leaves the first prompt's sinks in place
     first_alone: bool = False  # the first frame is a chunk of its own
@@ -42,5 +46,6 @@ class Streaming:
             raise ValueError(f"sinks {self.sinks!r} is unknown; choose static, ema or adaptive")
         fold = {"ema": ema(self.alpha), "adaptive": adaptive(self.threshold)}.get(self.sinks)
         return Window(
-            self.chunk, self.window, self.sink, self.positions, fold, self.at_switch, self.keep_sinks, self.first_alone
-        )
+            self.chunk, self.window, self.sink, self.positions, fold, self.at_switch, self.keep_sinks,
+            self.first_alone, self.compress, self.linear, self.recompute, self.past_weight,
+        )  # fmt: skip

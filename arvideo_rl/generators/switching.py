@@ -19,7 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from arvideo_rl.generators.context import Context, Span, Window
+from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.spans import Span, crop
+from arvideo_rl.generators.window import Window
 
 FLUSHED = 2  # frames that stay besides the sinks
 CUT = 42  # so that a chunk after one sink and two frames stands at 45, as in Infinity-RoPE
@@ -27,7 +29,7 @@ CUT = 42  # so that a chunk after one sink and two frames stands at 45, as in In
 
 def remember(window: Window, context: Context, x0: Tensor) -> Context:
     """``context`` with the clean chunk ``x0`` [B, F, C, H, W] kept for a later recache, if there may be one."""
-    if not window.at_switch.startswith("recache"):
+    if not (window.recompute or window.at_switch.startswith("recache")):
         return context
     recent = x0 if context.recent is None else torch.cat([context.recent, x0], 1)
     return replace(context, recent=recent if window.size is None else recent[:, -window.size :])
@@ -40,24 +42,37 @@ def switch(model: Callable, window: Window, context: Context, text: Tensor, acti
         return context
     if window.at_switch == "cut":
         return replace(context, gap=CUT, _rotated={})
-    sinks = _held(context, context.origin, context.origin + window.sink)
+    sinks = tuple(crop(context.spans, context.origin, context.origin + window.sink))
     if window.at_switch == "flush":
         oldest = max(context.origin + window.sink, context.position - FLUSHED)
-        return replace(context, spans=(*sinks, *_held(context, oldest, context.position)), _rotated={})
-    assert context.recent is not None
+        recent = crop(context.spans, oldest, context.position)
+        return replace(context, spans=(*sinks, *recent), linear=None, _rotated={})
     keep = sinks if window.keep_sinks else ()
+    return recache(model, window, context, text, actions, keep, joint=window.at_switch == "recache_joint")
+
+
+@torch.no_grad()
+def recache(
+    model: Callable,
+    window: Window,
+    context: Context,
+    text: Tensor,
+    actions: Callable,
+    keep: tuple[Span, ...] = (),
+    joint: bool = False,
+) -> Context:
+    """The newest clean latents run again after the spans ``keep``, as many as the window holds; attention to the past
+    has its full weight then."""
+    assert context.recent is not None
     held = sum(s.stop - s.start for s in keep)
-    frames = min(context.recent.shape[1], (window.size or context.position) - held, context.position - held)
-    joint = window.at_switch == "recache_joint"
-    chunk = frames if joint else window.chunk
-    first = context.position - frames // chunk * chunk
-    new = replace(context, spans=keep, position=first, origin=context.origin if keep else first, _rotated={})
-    for start in range(first, context.position, chunk):
+    room = context.position if window.size is None else window.size - (window.chunk if window.recompute else 0)
+    frames = min(context.recent.shape[1], room - held, context.position - held)
+    chunk = frames if joint else min(window.chunk, frames)
+    first = context.position - (frames // chunk * chunk if frames else 0)
+    origin, weight = context.origin if keep else first, context.past_weight
+    new = replace(context, spans=keep, position=first, origin=origin, past_weight=1.0, _rotated={})
+    for start in range(first, context.position, chunk or 1):
         x0 = context.recent[:, start - context.position :][:, :chunk]
         new = new.condition(text, actions(start, start + chunk))
         new = window.commit(new, model(x0, torch.zeros(len(x0), device=x0.device), new, write=True).span)
-    return new
-
-
-def _held(context: Context, start: int, stop: int) -> tuple[Span, ...]:
-    return tuple(part for s in context.spans if (part := s.crop(start, stop)) is not None)
+    return replace(new, past_weight=weight)

@@ -20,8 +20,10 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from arvideo_rl.generators.context import Context, Span
+from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.linear import place_of, read
 from arvideo_rl.generators.rope import place, rotate, rotation
+from arvideo_rl.generators.spans import Span
 
 Past = tuple[Tensor, Tensor] | None
 
@@ -38,7 +40,8 @@ class Prediction:
 class CausalWan(WanTransformer3DModel):
     """Causal Wan. ``prediction`` says what the weights predict (v or x0); ``num_actions`` > 0 adds an embedding of
     one discrete action per frame (index 0 = none) to the time embedding; ``places`` (frames, rows, columns) adds a
-    learned embedding of a token's place in its chunk, which a small network needs where Wan makes do with RoPE."""
+    learned embedding of a token's place in its chunk, which a small network needs where Wan makes do with RoPE;
+    ``linear_state`` adds W_lin to every block (linear.py), zero until trained."""
 
     @register_to_config
     def __init__(
@@ -62,6 +65,7 @@ class CausalWan(WanTransformer3DModel):
         prediction: str = "v",
         num_actions: int = 0,
         places: tuple[int, int, int] | None = None,
+        linear_state: bool = False,
     ) -> None:
         if image_dim is not None or added_kv_proj_dim is not None:
             raise ValueError("image-to-video Wan weights (image_dim, added_kv_proj_dim) are not supported")
@@ -77,6 +81,11 @@ class CausalWan(WanTransformer3DModel):
         dim = num_attention_heads * attention_head_dim
         self.action_embedding = nn.Embedding(num_actions, dim) if num_actions else None
         self.place_embedding = nn.Parameter(torch.zeros(*places, dim)) if places else None
+        if linear_state:
+            for block in self.blocks:
+                block.attn1.linear_proj = nn.Linear(attention_head_dim, attention_head_dim)
+                nn.init.zeros_(block.attn1.linear_proj.weight)
+                nn.init.zeros_(block.attn1.linear_proj.bias)
 
     def forward(self, x: Tensor, t: Tensor, context: Context, *, write: bool = False) -> Prediction:  # type: ignore[override]
         """Predict the clean chunk.
@@ -112,10 +121,13 @@ class CausalWan(WanTransformer3DModel):
         positions = tuple(range(context.position, context.position + frames))
         here = rotation(positions, *grid, dim, x.device)
         past = context.view()
+        bias = context.bias(grid[0] * grid[1], frames, h)
+        linear = self._linear(context, frames, grid)
 
         kept = []
         for i, block in enumerate(self.blocks):
-            run = partial(_block, block, copies=copies)
+            sums = context.sums if write else ""
+            run = partial(_block, block, copies=copies, bias=bias, linear=linear[i] if linear else None, sums=sums)
             args = (h, modulation, texts[i], here, past[i] if past else None)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 h, *kv = self._gradient_checkpointing_func(run, *args)
@@ -129,8 +141,9 @@ class CausalWan(WanTransformer3DModel):
         out = self._unpatch(self.proj_out(h), grid).to(x.dtype)
         span = None
         if write:
-            keys, values = tuple(place(k, *grid) for k, _ in kept), tuple(v for _, v in kept)
-            span = Span(positions[0], positions[-1] + 1, keys, values)
+            keys, values = tuple(place(k, *grid) for k, *_ in kept), tuple(v for _, v, _ in kept)
+            summed = tuple(s for *_, s in kept) if context.sums else ()
+            span = Span(positions[0], positions[-1] + 1, keys, values, summed)
         return self._prediction(x, t, out, span)
 
     def _prediction(self, x: Tensor, t: Tensor, out: Tensor, span: Span | None) -> Prediction:
@@ -139,6 +152,17 @@ class CausalWan(WanTransformer3DModel):
             return Prediction((x.float() - level * out.float()).to(x.dtype), out, span)
         v = torch.where(level > 0, (x.float() - out.float()) / level.clamp_min(1e-6), 0.0)
         return Prediction(out, v.to(x.dtype), span)
+
+    def _linear(self, context: Context, frames: int, grid: tuple[int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What each block reads the linear state with: the rotation of its queries, and the state."""
+        if context.linear is None:
+            return []
+        if not self.config.linear_state:
+            raise ValueError("the window keeps a linear state, but these weights have no linear_proj to read it with")
+        start, state = place_of(context.position), context.linear
+        places = tuple(range(start, start + frames))
+        factors = rotation(places, *grid, self.config.attention_head_dim, state.kv[0].device)
+        return [(factors, relu, kv) for relu, kv in zip(state.relu, state.kv)]
 
     def _time(self, t: Tensor, actions: Tensor | None, copies: int) -> Tensor:
         """Time (and action) embedding [B, F, E]; the sinusoid is made in float64, levels are never rounded."""
@@ -172,15 +196,26 @@ class CausalWan(WanTransformer3DModel):
         return out.permute(0, 1, 6, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, out: nn.Module) -> Tensor:
-    """Attention over [B, tokens, N, D] through diffusers' dispatcher, then the output projection."""
-    return out(dispatch_attention_fn(query, key, value).flatten(2).type_as(query))
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Attention over [B, tokens, N, D] through diffusers' dispatcher; ``bias`` is added to the logits."""
+    return dispatch_attention_fn(query, key, value, attn_mask=bias).type_as(query)
 
 
 def _block(
-    block: Any, h: Tensor, modulation: Tensor, text: Any, here: Tensor, past: Past, *, copies: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One Wan block on h [B, F, L, E]; also returns the chunk's un-rotated keys and its values [B, F*L, N, D].
+    block: Any,
+    h: Tensor,
+    modulation: Tensor,
+    text: Any,
+    here: Tensor,
+    past: Past,
+    *,
+    copies: int,
+    bias: Tensor | None,
+    linear: tuple[Tensor, Tensor, Tensor] | None,
+    sums: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One Wan block on h [B, F, L, E]; also returns the chunk's un-rotated keys and its values [B, F*L, N, D], and the
+    ``sums`` that the context asks for [B, F, N, D].
 
     ``past`` (rotated keys, values) has batch B / copies and is shared by the copies. Order of the modulation:
     shift, scale, gate of attention, then of the feed-forward (source: Wan2.1).
@@ -188,7 +223,7 @@ def _block(
     shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (
         (block.scale_shift_table[:, None] + modulation.float())[:, :, :, None].unbind(2)
     )  # fmt: skip
-    heads = block.attn1.heads
+    heads, frames = block.attn1.heads, h.shape[1]
 
     def split(x: Tensor) -> Tensor:
         return x.unflatten(-1, (heads, -1))
@@ -199,19 +234,28 @@ def _block(
     keys, values = rotate(key, here), value
     if past is not None:
         keys, values = _join(past[0], keys, copies), _join(past[1], values, copies)
-    y = _attend(rotate(query, here), keys, values, a.to_out[0])
-    h = (h.float() + y.view_as(h).float() * gate_a).type_as(h)
+    turned = rotate(query, here)
+    y = _attend(turned, keys, values, bias)
+    if linear is not None:
+        factors, relu, kv = linear
+        relu, kv = relu.repeat(copies, 1, 1), kv.repeat(copies, 1, 1, 1)
+        y = y + a.linear_proj(read(query, rotate(query, factors), relu, kv).type_as(y))
+    h = (h.float() + a.to_out[0](y.flatten(2)).view_as(h).float() * gate_a).type_as(h)
+    summed = {"queries": turned, "keys": key.relu()}.get(sums)
+    if summed is not None:
+        summed = summed.unflatten(1, (frames, -1)).float().sum(2)
 
     a = block.attn2
     x = block.norm2(h.float()).type_as(h).flatten(1, 2)
     text_k, text_v = text if isinstance(text, tuple) else _keys_of_text(a, text)
     if copies > 1:
         text_k, text_v = text_k.repeat(copies, 1, 1, 1), text_v.repeat(copies, 1, 1, 1)
-    h = h + _attend(split(a.norm_q(a.to_q(x))), text_k, text_v, a.to_out[0]).view_as(h)
+    y = _attend(split(a.norm_q(a.to_q(x))), text_k, text_v)
+    h = h + a.to_out[0](y.flatten(2)).view_as(h)
 
     x = (block.norm3(h.float()) * (1 + scale_f) + shift_f).type_as(h)
     h = (h.float() + block.ffn(x).float() * gate_f).type_as(h)
-    return h, key, value
+    return h, key, value, summed
 
 
 def _keys_of_text(attention: Any, text: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,6 +129,7 @@ def recognise(state: dict[str, Tensor], head_dim: int = HEAD) -> dict:
         patch_size=patch, num_attention_heads=width // head_dim, attention_head_dim=head_dim, in_channels=channels,
         out_channels=out, text_dim=text, freq_dim=freq, ffn_dim=ffn, num_layers=layers,
         cross_attn_norm="blocks.0.norm2.weight" in state,
+        linear_state="blocks.0.attn1.linear_proj.weight" in state,
         qk_norm="rms_norm_across_heads" if "blocks.0.attn1.norm_q.weight" in state else None,
     )  # fmt: skip
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from arvideo_rl.generators.bundle import Generator, Streaming
 from arvideo_rl.generators.codec import IdentityCodec
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.text import WordEncoder
+from arvideo_rl.generators.window import Window
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

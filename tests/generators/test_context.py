@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arvideo_rl.generators.context import Context, Span, Window
+from arvideo_rl.generators.context import Context
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.rope import turn
+from arvideo_rl.generators.spans import Span
+from arvideo_rl.generators.window import Window
 from samplers.randomness import Key
 from samplers.stream import draw_from, stream
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.window import Window
 
 FRAMES, CHUNK, TOKENS, GRID, SWITCH = 24, 3, 4, 2, 12
 

@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from arvideo_rl.generators.context import Context, Window
+from arvideo_rl.generators.context import Context
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.rope import turn
+from arvideo_rl.generators.window import Window
 from samplers.kernels import forward
 from samplers.schedule import warped_levels
 from samplers.stream import stream

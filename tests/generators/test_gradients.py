@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from arvideo_rl.generators import transformer
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.window import Window
 
 
 def context_of(model, chunks, randn):

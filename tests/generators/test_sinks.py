@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from arvideo_rl.generators.context import Span, Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.rope import place
 from arvideo_rl.generators.sinks import adaptive, ema
+from arvideo_rl.generators.spans import Span
+from arvideo_rl.generators.window import Window
 from samplers.schedule import warped_levels
 from samplers.stream import stream
 

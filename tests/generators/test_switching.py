@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.rope import turn
 from arvideo_rl.generators.switching import CUT
+from arvideo_rl.generators.window import Window
 from arvideo_rl.objectives.record import walk
 from samplers.schedule import warped_levels
 from samplers.stream import stream

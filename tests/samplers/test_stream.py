@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from arvideo_rl.generators.context import Window
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.window import Window
 from samplers.randomness import Key
 from samplers.stream import draw_from, given, stream
 
