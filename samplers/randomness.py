@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PURPOSES = ("init", "renoise", "routing", "forward", "t")
+PURPOSES = ("init", "renoise", "refresh", "routing", "forward", "t")
 
 
 @dataclass(frozen=True)

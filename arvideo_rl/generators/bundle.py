@@ -69,6 +69,10 @@ class Generator:
         encoded = tuple((f, self.text_encoder.embed(list(p)).to(device)) for f, p in texts)
         return Script(encoded, None if actions is None else actions.to(device))
 
+    def denoiser(self, model: Callable, script: Script, draw: Draw, fixed: bool = False) -> Denoiser:
+        """What drives ``model`` as the settings say; ``draw`` is only asked for noise where refreshing needs some."""
+        return Denoiser(model, self.streaming.attention_window(), script, fixed, self.streaming.mix(draw))
+
     def stream(
         self,
         model: Callable,
@@ -85,7 +89,7 @@ class Generator:
         transformer or a policy over it; ``start`` is where ``context``, the past that is continued, ends."""
         window = self.streaming.attention_window()
         chunks = [c for c in window.chunks(frames) if c[0] >= start]
-        denoiser, levels = Denoiser(model, window, script, fixed=True), self.streaming.levels
+        denoiser, levels = self.denoiser(model, script, draw, fixed=True), self.streaming.levels
         kept = frames if trim else None
         if self.streaming.joint:
             return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)

@@ -45,12 +45,14 @@ class Script:
 @dataclass(frozen=True)
 class Denoiser:
     """``model(x, t, context, write=)`` plus a window and a script. ``fixed`` promises that ``model`` is one policy
-    whose weights do not change while this object lives: then a prompt's keys and values are computed only once."""
+    whose weights do not change while this object lives: then a prompt's keys and values are computed only once.
+    ``mix`` (clean chunk, its first frame) makes what is refreshed; None refreshes the clean chunk itself."""
 
     model: Callable[..., Prediction]
     window: Window
     script: Script
     fixed: bool = False
+    mix: Callable[[Tensor, int], Tensor] | None = None
     _read: dict[int, dict] = field(default_factory=dict, repr=False, compare=False)  # by the prompt's first frame
 
     def start(self) -> Context:
@@ -76,6 +78,7 @@ class Denoiser:
     def refresh(self, x0: Tensor, context: Context) -> Context:
         """Run the clean chunk at t = 0 and commit its keys and values, detached. A window that recomputes only keeps
         the chunk: ``enter`` runs it."""
+        x0 = x0 if self.mix is None else self.mix(x0, context.position)
         if self.window.recompute:
             return remember(self.window, replace(context, position=context.position + x0.shape[1]), x0.detach())
         out = self.model(x0, torch.zeros(x0.shape[:1], device=x0.device), context, write=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from arvideo_rl.generators.sinks import adaptive, ema
 from arvideo_rl.generators.window import Window
+from samplers.kernels import forward
 from samplers.schedule import warped_levels
+from samplers.stream import Draw
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Streaming:
     past_weight: float = 1.0  # factor on the attention weight of past frames but the first held
     at_switch: str = "keep"  # what happens to the past at a prompt switch (switching.py)
     keep_sinks: bool = True  # a recache leaves the first prompt's sinks in place
+    refresh_level: float = 0.0  # noise mixed into a clean chunk when it is refreshed, while the network is told t = 0
     first_alone: bool = False  # the first frame is a chunk of its own
     joint: bool = False  # several chunks are denoised together, the oldest cleanest (samplers/rolling.py)
 
@@ -39,6 +45,20 @@ class Streaming:
     def levels(self) -> tuple[float, ...]:
         """Warped noise levels the sampler visits."""
         return warped_levels(self.steps, self.shift)
+
+    def mix(self, draw: Draw) -> Callable[[Tensor, int], Tensor] | None:
+        """What a denoiser mixes into chunks that it refreshes, drawn under "refresh". Public training code refreshes at
+        .00498 where it means 0 (shift 5), so that released weights saw it; their inference code does not."""
+        if not 0 <= self.refresh_level < 1:
+            raise ValueError(f"refresh_level={self.refresh_level} must be at least 0 and below 1")
+        if self.refresh_level == 0:
+            return None
+
+        def mixed(x0: Tensor, start: int) -> Tensor:
+            noise = draw(-(-start // self.chunk), 0, "refresh")[:, : x0.shape[1]]
+            return forward(x0, noise, self.refresh_level)
+
+        return mixed
 
     def attention_window(self) -> Window:
         """The cache policy."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
@@ -38,6 +37,7 @@ from arvideo_rl.training.rollout import appearance, clips_of, reward_table, roll
 from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, held_out_of, lag_keep
 from arvideo_rl.world.verify import VERIFIERS
 from samplers.randomness import Key
+from samplers.stream import draw_from
 
 
 class Run:
@@ -160,7 +160,8 @@ class Run:
         gap = None
         for i in range(0, len(record), config.update_batch):
             part = record.rows(slice(i, i + config.update_batch))
-            denoiser = Denoiser(self.policies, streaming.attention_window(), part.script)
+            draw = draw_from(part.keys, self.generator.latent_shape, part.latents.device)
+            denoiser = self.generator.denoiser(self.policies, part.script, draw)
             if i == 0 and not self.policies.old_is_current:
                 old, current = (lambda n=n: self.policies.using(n) for n in ("old", "current"))
                 gap = context_gap(denoiser, part.latents, old, current)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.window import Window
+from arvideo_rl.objectives.record import walk
 from samplers.randomness import Key
 from samplers.stream import draw_from, given, stream
 
@@ -208,3 +210,31 @@ def test_a_first_frame_of_its_own_is_a_chunk_of_one_frame():
 def test_given_frames_must_be_whole_chunks():
     with pytest.raises(ValueError, match="4 given frames are not the whole chunks"):
         given(Recorder(), torch.zeros(1, 4, 3, 4, 4), WINDOW.chunks(4))
+
+
+def test_what_is_refreshed_can_carry_noise_of_its_own_draw_and_a_walk_finds_it_again(tiny, randn):
+    """Released weights saw a level of .00498 there, while the network was told 0."""
+    settings, keys = Streaming(3, 9, 3, refresh_level=0.2), [Key(1), Key(2)]
+    draw, seen, text = draw_from(keys, SHAPE), [], randn(2, 5, 8)
+    model = tiny()
+
+    def run(x, t, context, write=False):
+        if write:
+            seen.append((x, float(t.max())))
+        return model(x, t, context, write=write)
+
+    def denoiser():
+        return Denoiser(run, settings.attention_window(), Script(((0, text),)), mix=settings.mix(draw))
+
+    chunks = list(stream(denoiser(), settings.attention_window().chunks(9), LEVELS, draw))
+    for k, (x, told) in enumerate(seen):
+        noise = draw(k, 0, "refresh")
+        torch.testing.assert_close(x, 0.8 * chunks[k].latents + 0.2 * noise)
+        assert told == 0 and not torch.equal(noise, draw(k, 0, "init"))
+    first = [x for x, _ in seen]
+    seen.clear()
+    list(walk(denoiser(), video(chunks), torch.no_grad))
+    assert all(torch.equal(a, b) for a, (b, _) in zip(first, seen, strict=False)) and len(seen) == 2
+    assert Streaming().mix(draw) is None
+    with pytest.raises(ValueError, match="refresh_level=1.0 must be at least 0 and below 1"):
+        Streaming(refresh_level=1.0).mix(draw)
