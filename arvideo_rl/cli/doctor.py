@@ -6,6 +6,7 @@ import importlib
 import os
 import platform
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 from arvideo_rl.cli.main import UsageError
@@ -26,7 +27,7 @@ def help_text() -> str:
     """Text of --help."""
     return """arvideo doctor
 
-Prints versions, device, threads, attention backend, ffmpeg, shipped weights and missing extras with the line that
+Prints versions, device, threads, attention kernels, ffmpeg, shipped weights and missing extras with the line that
 installs them. Exits 1 when something required is missing."""
 
 
@@ -61,15 +62,23 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     if bad:
         return 1
     import torch
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
+    from arvideo_rl.generators.attention import BACKENDS, attempt, version_of
     from arvideo_rl.generators.bundle import SHIPPED, Generator
     from rewards.inverse_dynamics import InverseDynamics
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     waiting = os.environ.get("OMP_WAIT_POLICY", "unset")
     print(f"device {device}, {torch.get_num_threads()} threads, OMP_WAIT_POLICY={waiting}")
-    print(f"attention backend {_AttentionBackendRegistry.get_active_backend()[0].value}")
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    warnings.filterwarnings("ignore", message="flex_attention called without")  # here it is only tried
+    for name in BACKENDS:  # each computes something small, to be compared with exact attention
+        try:
+            off = attempt(name, where, dtype, 128)
+            print(f"attention {name}: {version_of(name)}, within {off:.0e} of exact in {str(dtype)[6:]}")
+        except ValueError as fault:
+            print(f"attention {name}: not here ({str(fault).partition(': ')[2]})")
     import imageio_ffmpeg
 
     try:

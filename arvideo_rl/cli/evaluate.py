@@ -42,6 +42,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     job = evaluation.prepare(config)
     for _, (_, _, text) in job.loaded:
         print(text)
+    print(job.kernel)
     size = config.held_out
     if "--dry-run" in flags:
         print(f"would generate {size.prompts} prompts x {size.noises} noises x {size.frames} frames for each")

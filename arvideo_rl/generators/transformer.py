@@ -10,6 +10,7 @@ Noise level t in [0, 1]: x_t = (1 - t) x0 + t eps, v = eps - x0; the network is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor, nn
 
 from arvideo_rl.generators.context import Context
@@ -81,6 +82,7 @@ class CausalWan(WanTransformer3DModel):
         dim = num_attention_heads * attention_head_dim
         self.action_embedding = nn.Embedding(num_actions, dim) if num_actions else None
         self.place_embedding = nn.Parameter(torch.zeros(*places, dim)) if places else None
+        self.attention: AttentionBackendName | None = None  # kernel; None: diffusers' own setting (attention.py)
         if linear_state:
             for block in self.blocks:
                 block.attn1.linear_proj = nn.Linear(attention_head_dim, attention_head_dim)
@@ -127,7 +129,8 @@ class CausalWan(WanTransformer3DModel):
         kept = []
         for i, block in enumerate(self.blocks):
             sums = context.sums if write else ""
-            run = partial(_block, block, copies=copies, bias=bias, linear=linear[i] if linear else None, sums=sums)
+            run = partial(_block, block, copies=copies, bias=bias, linear=linear[i] if linear else None, sums=sums,
+                          attend=partial(_attend, backend=self.attention))  # fmt: skip
             args = (h, modulation, texts[i], here, past[i] if past else None)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 h, *kv = self._gradient_checkpointing_func(run, *args)
@@ -196,9 +199,9 @@ class CausalWan(WanTransformer3DModel):
         return out.permute(0, 1, 6, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, backend: Any = None) -> Tensor:
     """Attention over [B, tokens, N, D] through diffusers' dispatcher; ``bias`` is added to the logits."""
-    return dispatch_attention_fn(query, key, value, attn_mask=bias).type_as(query)
+    return dispatch_attention_fn(query, key, value, attn_mask=bias, backend=backend).type_as(query)
 
 
 def _block(
@@ -213,6 +216,7 @@ def _block(
     bias: Tensor | None,
     linear: tuple[Tensor, Tensor, Tensor] | None,
     sums: str,
+    attend: Callable[..., Tensor] = _attend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One Wan block on h [B, F, L, E]; also returns the chunk's un-rotated keys and its values [B, F*L, N, D], and the
     ``sums`` that the context asks for [B, F, N, D].
@@ -235,7 +239,7 @@ def _block(
     if past is not None:
         keys, values = _join(past[0], keys, copies), _join(past[1], values, copies)
     turned = rotate(query, here)
-    y = _attend(turned, keys, values, bias)
+    y = attend(turned, keys, values, bias)
     if linear is not None:
         factors, relu, kv = linear
         relu, kv = relu.repeat(copies, 1, 1), kv.repeat(copies, 1, 1, 1)
@@ -250,7 +254,7 @@ def _block(
     text_k, text_v = text if isinstance(text, tuple) else _keys_of_text(a, text)
     if copies > 1:
         text_k, text_v = text_k.repeat(copies, 1, 1, 1), text_v.repeat(copies, 1, 1, 1)
-    y = _attend(split(a.norm_q(a.to_q(x))), text_k, text_v)
+    y = attend(split(a.norm_q(a.to_q(x))), text_k, text_v)
     h = h + a.to_out[0](y.flatten(2)).view_as(h)
 
     x = (block.norm3(h.float()) * (1 + scale_f) + shift_f).type_as(h)

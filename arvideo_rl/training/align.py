@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from arvideo_rl.config import ConfigError
+from arvideo_rl.generators.attention import choose
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
@@ -46,7 +47,11 @@ class Run:
     def __init__(self, config: AlignConfig, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.generator = Generator.load(config.generator).to(accelerator.device)
-        check(config, self.generator.streaming.chunk, accelerator.num_processes)
+        streaming = self.generator.streaming
+        self.kernel = choose(
+            self.generator.transformer, config.attention, trains=True, masked=streaming.past_weight < 1
+        )
+        check(config, streaming.chunk, accelerator.num_processes)
         self.rewards = build_rewards(config.rewards)
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         self.prompts = training_prompts(config.prompts, config.frames)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from arvideo_rl.config import check_choice
+from arvideo_rl.generators.attention import choose
 from arvideo_rl.outputs import check_file
 from arvideo_rl.training.aligned import load_any
 from arvideo_rl.training.compare import HeldOut, Measured, check_held_out, compare, measure
@@ -29,6 +30,7 @@ class EvaluateConfig:
     style: str = "joystick"  # actions of the held-out prompts: joystick or smooth
     reward: str = "inverse_dynamics"  # a short name (arvideo rewards list) or module:attribute
     args: dict[str, Any] = field(default_factory=lambda: {"score": "expected_accuracy"})  # arguments of the reward
+    attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
     out: str = ""  # also write the numbers here, as .json
     held_out: HeldOut = field(default_factory=HeldOut)  # its margins are of the comparison with against=
 
@@ -40,6 +42,7 @@ class Job:
     config: EvaluateConfig
     reward: Reward
     loaded: list[tuple[str, Any]]  # (source, what load_any gave), "before" first
+    kernel: str  # that computes attention
 
 
 def prepare(config: EvaluateConfig) -> Job:
@@ -50,7 +53,9 @@ def prepare(config: EvaluateConfig) -> Job:
         check_file(Path(config.out), suffixes=(".json",))
     reward = registry.build(config.reward, **config.args)
     registry.prepare(reward)
-    return Job(config, reward, [(s, load_any(s)) for s in (config.against, config.generator) if s])
+    loaded = [(s, load_any(s)) for s in (config.against, config.generator) if s]
+    said = [choose(model, config.attention, masked=g.streaming.past_weight < 1) for _, (g, model, _) in loaded]
+    return Job(config, reward, loaded, said[-1])
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arvideo_rl import media
 from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_ranges
+from arvideo_rl.generators.attention import choose
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.outputs import check_file, check_folder
@@ -41,6 +42,7 @@ class GenerateConfig:
     out: str = "video.mp4"  # .mp4, .gif or .png (contact sheet); with several prompts a folder
     format: str | None = None  # of the files in a folder: mp4 (default), gif or png; a single file's name says it
     scale: int = 8  # every pixel becomes scale x scale
+    attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def prepare(config: GenerateConfig) -> Job:
     targets = outputs(config, count)
     commands = len(list_actions(config.actions))
     generator, model, loaded = load_any(config.generator)
+    kernel = choose(model, config.attention, masked=generator.streaming.past_weight < 1)
     streaming = generator.streaming
     given, told = read_start(Path(config.start), generator) if config.start else (None, "")
     past = given.shape[1] if given is not None else 0
@@ -95,7 +98,9 @@ def prepare(config: GenerateConfig) -> Job:
     for text in (*prompts.texts, *(text for _, text in switches)):
         generator.script([text])  # refuses unknown words
     levels = ", ".join(f"{t:.3g}" for t in streaming.levels)
-    notes = [f"{loaded}; window {streaming.window}, sink {streaming.sink}, levels {levels}"] + [told] * bool(told)
+    notes = [f"{loaded}; window {streaming.window}, sink {streaming.sink}, levels {levels}", kernel] + [told] * bool(
+        told
+    )
     if frames > streaming.trained_frames:
         notes.append(f"{frames} frames go past the {streaming.trained_frames} it was trained on; quality may drift")
     return Job(config, generator, model, prompts, frames, switches, targets, given, notes)

@@ -45,6 +45,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     if begun:
         check_alarm(folder, config.alarm)
     run = Run(config, accelerator)  # refuses what cannot run before the directory is touched
+    accelerator.print(run.kernel)
     for text in notes(config, run.generator):
         accelerator.print(f"note: {text}")
     last = run.restore(folder) if begun else None
@@ -123,6 +124,7 @@ def dry_run(config: AlignConfig) -> dict[str, str]:
     begun = rundir.look(folder, "align", fixed(config), FREE_ON_RESUME)
     run = Run(config, accelerate_on_known_ground())
     sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()), run.memory)
+    sizes["attention"] = run.kernel.removeprefix("attention ")
     sizes |= {f"note {i}": text for i, text in enumerate(notes(config, run.generator), 1)}
     if text := _finished(folder, config):
         sizes["state"] = text

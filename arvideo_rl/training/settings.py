@@ -79,6 +79,7 @@ class AlignConfig:
     seed: int = 0
     iterations: int = 30
     generator: str = "tiny"  # a shipped name or a folder
+    attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
     prompts: PromptConfig = field(default_factory=PromptConfig)
     prompts_per_step: int = 4  # groups in an update
     group: int = 8  # branches per prompt
