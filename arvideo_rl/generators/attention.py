@@ -70,9 +70,8 @@ def attempt(
     error = ((out.float() - exact).norm() / exact.norm()).item()
     bound = QUANTISED.get(name, ERROR.get(dtype, 1e-4))
     if not error < bound:
-        raise ValueError(
-            f"attention={name} is off by {error:.2g} of exact attention on {device.type}; at most {bound:g}"
-        )
+        off = f"{error:.2g} of exact attention; allowed {bound:g}"
+        raise ValueError(f"attention={name} on {device.type} is off by {off}")
     return error
 
 
