@@ -69,9 +69,12 @@ class Generator:
         encoded = tuple((f, self.text_encoder.embed(list(p)).to(device)) for f, p in texts)
         return Script(encoded, None if actions is None else actions.to(device))
 
-    def denoiser(self, model: Callable, script: Script, draw: Draw, fixed: bool = False) -> Denoiser:
+    def denoiser(
+        self, model: Callable, script: Script, draw: Draw, fixed: bool = False, in_place: bool = False
+    ) -> Denoiser:
         """What drives ``model`` as the settings say; ``draw`` is only asked for noise where refreshing needs some."""
-        return Denoiser(model, self.streaming.attention_window(), script, fixed, self.streaming.mix(draw))
+        window, mix = self.streaming.attention_window(), self.streaming.mix(draw)
+        return Denoiser(model, window, script, fixed, mix, in_place)
 
     def stream(
         self,
@@ -84,12 +87,15 @@ class Generator:
         start: int = 0,
         trim: bool = False,
         to_continue: bool = False,
+        in_place: bool = False,
     ) -> Iterator[Chunk]:
         """Stream ``frames`` frames in whole chunks (``trim`` cuts the last one) as the settings say. ``model`` is the
-        transformer or a policy over it; ``start`` is where ``context``, the past that is continued, ends."""
+        transformer or a policy over it; ``start`` is where ``context``, the past that is continued, ends; ``in_place``
+        keeps the past in a ring where it can be, and then the chunks' contexts are of no use to others."""
         window = self.streaming.attention_window()
         chunks = [c for c in window.chunks(frames) if c[0] >= start]
-        denoiser, levels = self.denoiser(model, script, draw, fixed=True), self.streaming.levels
+        levels, in_place = self.streaming.levels, in_place and not self.streaming.joint
+        denoiser = self.denoiser(model, script, draw, fixed=True, in_place=in_place)
         kept = frames if trim else None
         if self.streaming.joint:
             return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,37 @@ from torch import Tensor
 from arvideo_rl.generators.linear import LinearState
 from arvideo_rl.generators.rope import turn
 from arvideo_rl.generators.spans import Span
+
+
+class KeyShape(NamedTuple):
+    """What one chunk's keys look like, for whoever makes room for them."""
+
+    batch: int
+    tokens: int  # of a frame
+    heads: int
+    dim: int
+    layers: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Past(NamedTuple):
+    """One layer's past: keys as they are read, and values [B, held * L, N, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def join(self, keys: Tensor, values: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+        """The past before a chunk's own keys and values, which may be ``copies`` stacked ones over one past."""
+        return _cat(self.keys, keys, copies), _cat(self.values, values, copies)
+
+
+def _cat(past: Tensor, here: Tensor, copies: int) -> Tensor:
+    """Concatenate past [B, P, N, D] before here [copies * B, Q, N, D] without repeating the past first."""
+    if copies == 1:
+        return torch.cat([past, here], 1)
+    here = here.unflatten(0, (copies, -1))
+    return torch.cat([past.expand(copies, *past.shape), here], 2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -39,6 +71,11 @@ class Context:
     past_weight: float = 1.0  # factor on the attention weight of past frames but the first held
     read: dict | None = field(default=None, repr=False, compare=False)  # the text's keys and values, if remembered
     _rotated: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def time(self) -> int:
+        """Position at which the next chunk reads."""
+        return self.position
 
     def condition(self, text: Tensor, actions: Tensor | None, read: dict | None = None) -> Context:
         """The same past with the prompt and actions in force for the next chunk. ``read`` is where a forward without
@@ -66,7 +103,11 @@ class Context:
         out[tokens : past * tokens] = math.log(self.past_weight)
         return out[None, None, None]
 
-    def view(self) -> tuple[tuple[Tensor, Tensor], ...]:
+    def past(self, shape: KeyShape, frames: int) -> tuple[Past, ...]:
+        """What every layer reads besides a chunk of ``frames`` frames; nothing at the start of a stream."""
+        return self.view()
+
+    def view(self) -> tuple[Past, ...]:
         """Per layer the rotated keys and the values [B, held * L, N, D] of the past; made once, then remembered."""
         if not self.spans:
             return ()
@@ -74,7 +115,7 @@ class Context:
             positions = self.positions()
             layers = range(len(self.spans[0].keys))
             self._rotated["view"] = tuple(
-                (
+                Past(
                     turn(torch.cat([s.keys[i] for s in self.spans], 1), positions),
                     torch.cat([s.values[i] for s in self.spans], 1),
                 )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arvideo_rl.generators.context import Context
-from arvideo_rl.generators.switching import recache, remember, switch
+from arvideo_rl.generators.ring import Ring, unfit
+from arvideo_rl.generators.switching import newest, recache, switch
 from arvideo_rl.generators.transformer import Prediction
 from arvideo_rl.generators.window import Window
 
@@ -46,6 +47,7 @@ class Script:
 class Denoiser:
     """``model(x, t, context, write=)`` plus a window and a script. ``fixed`` promises that ``model`` is one policy
     whose weights do not change while this object lives: then a prompt's keys and values are computed only once.
+    ``in_place`` keeps the past in a ring where the window can be kept so: faster, but the stream cannot be forked.
     ``mix`` (clean chunk, its first frame) makes what is refreshed; None refreshes the clean chunk itself."""
 
     model: Callable[..., Prediction]
@@ -53,35 +55,51 @@ class Denoiser:
     script: Script
     fixed: bool = False
     mix: Callable[[Tensor, int], Tensor] | None = None
+    in_place: bool = False
     _read: dict[int, dict] = field(default_factory=dict, repr=False, compare=False)  # by the prompt's first frame
 
-    def start(self) -> Context:
-        """An empty context."""
-        return self.window.start()
+    def start(self) -> Any:
+        """An empty past: a :class:`Context`, or a :class:`Ring` where it is kept in place."""
+        return self._kept(self.window.start())
 
-    def enter(self, context: Context, stop: int | None = None) -> Context:
+    def _kept(self, context: Any) -> Any:
+        if not self.in_place or isinstance(context, Ring) or unfit(self.window):
+            return context
+        return Ring(self.window, context).load(context)
+
+    def enter(self, context: Any, stop: int | None = None) -> Any:
         """Put the prompt and actions of the next chunk in force, or the actions up to frame ``stop``."""
+        context = self._kept(context)
         a, b = context.position, stop or self.window.end_of(context.position)
         start, text = self.script.prompt_at(a)
-        if self.window.recompute and a > 0:
-            context = recache(self.model, self.window, context, text, self.script.actions_in)
-        elif start == a > 0:
-            context = switch(self.model, self.window, context, text, self.script.actions_in)
         read = self._read.setdefault(start, {}) if self.fixed else None
-        return context.condition(text, self.script.actions_in(a, b), read)
+        actions_in = self.script.actions_in
+        if isinstance(context, Ring):
+            if start == a > 0 and self.window.at_switch != "keep":
+                context.load(switch(self.model, self.window, context.context(), text, actions_in))
+            return context.change(text=text, actions=actions_in(a, b), read=read)
+        if self.window.recompute and a > 0:
+            context = recache(self.model, self.window, context, text, actions_in)
+        elif start == a > 0:
+            context = switch(self.model, self.window, context, text, actions_in)
+        return context.condition(text, actions_in(a, b), read)
 
-    def denoise(self, x: Tensor, t: float | Tensor, context: Context) -> Tensor:
+    def denoise(self, x: Tensor, t: float | Tensor, context: Any) -> Tensor:
         """Predict the clean frames from x [B, F, C, H, W] at noise level t, a number or one per frame [F]."""
         levels = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(*x.shape[: 1 + isinstance(t, Tensor)])
         return self.model(x, levels, context).x0
 
-    def refresh(self, x0: Tensor, context: Context) -> Context:
+    def refresh(self, x0: Tensor, context: Any) -> Any:
         """Run the clean chunk at t = 0 and commit its keys and values, detached. A window that recomputes only keeps
         the chunk: ``enter`` runs it."""
         x0 = x0 if self.mix is None else self.mix(x0, context.position)
+        clean = torch.zeros(x0.shape[:1], device=x0.device)
+        if isinstance(context, Ring):
+            self.model(x0, clean, context)
+            return context.commit().change(recent=newest(self.window, context.state.recent, x0))
+        recent = newest(self.window, context.recent, x0.detach())
         if self.window.recompute:
-            return remember(self.window, replace(context, position=context.position + x0.shape[1]), x0.detach())
-        out = self.model(x0, torch.zeros(x0.shape[:1], device=x0.device), context, write=True)
+            return replace(context, position=context.position + x0.shape[1], recent=recent)
+        out = self.model(x0, clean, context, write=True)
         assert out.span is not None
-        context = self.window.commit(context, out.span.detach())
-        return remember(self.window, context, x0.detach())
+        return replace(self.window.commit(context, out.span.detach()), recent=recent)

@@ -27,12 +27,12 @@ FLUSHED = 2  # frames that stay besides the sinks
 CUT = 42  # so that a chunk after one sink and two frames stands at 45, as in Infinity-RoPE
 
 
-def remember(window: Window, context: Context, x0: Tensor) -> Context:
-    """``context`` with the clean chunk ``x0`` [B, F, C, H, W] kept for a later recache, if there may be one."""
+def newest(window: Window, recent: Tensor | None, x0: Tensor) -> Tensor | None:
+    """The ``recent`` clean latents with the chunk ``x0`` [B, F, C, H, W] added, as far as they may be run again."""
     if not (window.recompute or window.at_switch.startswith("recache")):
-        return context
-    recent = x0 if context.recent is None else torch.cat([context.recent, x0], 1)
-    return replace(context, recent=recent if window.size is None else recent[:, -window.size :])
+        return None
+    recent = x0 if recent is None else torch.cat([recent, x0], 1)
+    return recent if window.size is None else recent[:, -window.size :]
 
 
 @torch.no_grad()

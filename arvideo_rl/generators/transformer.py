@@ -21,12 +21,10 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor, nn
 
-from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.context import Context, KeyShape
 from arvideo_rl.generators.linear import place_of, read
 from arvideo_rl.generators.rope import place, rotate, rotation
 from arvideo_rl.generators.spans import Span
-
-Past = tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,10 @@ class CausalWan(WanTransformer3DModel):
             chunk = [f % len(self.place_embedding) for f in range(frames)]  # several chunks may be read at once
             h = h + self.place_embedding[chunk].flatten(1, 2)
         dim = self.config.attention_head_dim
-        positions = tuple(range(context.position, context.position + frames))
-        here = rotation(positions, *grid, dim, x.device)
-        past = context.view()
-        bias = context.bias(grid[0] * grid[1], frames, h)
+        tokens, heads = grid[0] * grid[1], self.config.num_attention_heads
+        here = rotation(tuple(range(context.time, context.time + frames)), *grid, dim, x.device)
+        past = context.past(KeyShape(batch, tokens, heads, dim, len(self.blocks), h.dtype, h.device), frames)
+        bias = context.bias(tokens, frames, h)
         linear = self._linear(context, frames, grid)
 
         kept = []
@@ -146,7 +144,7 @@ class CausalWan(WanTransformer3DModel):
         if write:
             keys, values = tuple(place(k, *grid) for k, *_ in kept), tuple(v for _, v, _ in kept)
             summed = tuple(s for *_, s in kept) if context.sums else ()
-            span = Span(positions[0], positions[-1] + 1, keys, values, summed)
+            span = Span(context.position, context.position + frames, keys, values, summed)
         return self._prediction(x, t, out, span)
 
     def _prediction(self, x: Tensor, t: Tensor, out: Tensor, span: Span | None) -> Prediction:
@@ -210,7 +208,7 @@ def _block(
     modulation: Tensor,
     text: Any,
     here: Tensor,
-    past: Past,
+    past: Any,
     *,
     copies: int,
     bias: Tensor | None,
@@ -221,8 +219,8 @@ def _block(
     """One Wan block on h [B, F, L, E]; also returns the chunk's un-rotated keys and its values [B, F*L, N, D], and the
     ``sums`` that the context asks for [B, F, N, D].
 
-    ``past`` (rotated keys, values) has batch B / copies and is shared by the copies. Order of the modulation:
-    shift, scale, gate of attention, then of the feed-forward (source: Wan2.1).
+    ``past`` has batch B / copies, is shared by the copies and joins itself to the chunk; None is nothing. Order of the
+    modulation: shift, scale, gate of attention, then of the feed-forward (source: Wan2.1).
     """
     shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (
         (block.scale_shift_table[:, None] + modulation.float())[:, :, :, None].unbind(2)
@@ -237,7 +235,7 @@ def _block(
     query, key, value = split(a.norm_q(a.to_q(x))), split(a.norm_k(a.to_k(x))), split(a.to_v(x))
     keys, values = rotate(key, here), value
     if past is not None:
-        keys, values = _join(past[0], keys, copies), _join(past[1], values, copies)
+        keys, values = past.join(keys, values, copies)
     turned = rotate(query, here)
     y = attend(turned, keys, values, bias)
     if linear is not None:
@@ -267,11 +265,3 @@ def _keys_of_text(attention: Any, text: Tensor) -> tuple[Tensor, Tensor]:
     heads = (attention.heads, -1)
     key = attention.norm_k(attention.to_k(text)).unflatten(-1, heads)
     return key, attention.to_v(text).unflatten(-1, heads)
-
-
-def _join(past: Tensor, here: Tensor, copies: int) -> Tensor:
-    """Concatenate past [B, P, N, D] before here [copies * B, Q, N, D] without repeating the past first."""
-    if copies == 1:
-        return torch.cat([past, here], 1)
-    here = here.unflatten(0, (copies, -1))
-    return torch.cat([past.expand(copies, *past.shape), here], 2).flatten(0, 1)
