@@ -54,7 +54,7 @@ def segments(
     draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
     frames = actions.shape[1]
     out, held, decode = [], [], generator.codec.decoder()
-    chunks = generator.stream(model, script, draw, frames)
+    chunks = generator.stream(model, script, draw, frames, in_place=True)
     for chunk in track(chunks, "streaming", frames // settings.chunk, disable=hidden()):
         held.append(decode(chunk.latents).float().cpu())
         done = chunk.start + settings.chunk

@@ -128,7 +128,7 @@ def run(job: Job) -> Iterator[Path]:
                     context = generator.given(job.model, script, job.given)
                     add(decode(job.given)[0])
                 for chunk in generator.stream(
-                    job.model, script, draw, job.frames, context=context, start=past, trim=True
+                    job.model, script, draw, job.frames, context=context, start=past, trim=True, in_place=True
                 ):
                     add(decode(chunk.latents)[0])
                     bar.advance(task)

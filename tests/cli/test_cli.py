@@ -170,7 +170,12 @@ def test_prompts_file_to_folder(tmp_path):
 def test_doctor_and_rewards_list():
     done = arvideo("doctor")
     assert done.returncode == 0, done.stdout
-    assert "attention backend" in done.stdout and "generator tiny" in done.stdout and "ffmpeg" in done.stdout
+    assert (
+        "attention native: torch" in done.stdout
+        and "attention flash: not here" in done.stdout
+        and "generator tiny" in done.stdout
+        and "ffmpeg" in done.stdout
+    )
     listed = arvideo("rewards", "list").stdout
     assert "inverse_dynamics" in listed and "licence" in listed and "Apache" in listed
 

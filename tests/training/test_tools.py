@@ -21,15 +21,33 @@ def lines(capsys, monkeypatch, tool, *words) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_streaming_speed(small, capsys, monkeypatch):
-    out = lines(capsys, monkeypatch, "bench_streaming.py", small, "--frames", 6, "--streams", 1, 2, "--threads", 1,
-                "--repeats", 2)  # fmt: skip
-    rows = [json.loads(x) for x in out if x.startswith("[")]
-    assert len(rows) == 2 and rows[0][0]["ratio"] == 1 and len(rows[1][0]["seconds"]) == 2
+def test_streaming_speed_of_two_cases_and_another_command(small, capsys, monkeypatch):
+    other = f"""{sys.executable} -c 'print("noise\\n{{\\"seconds_per_chunk\\": 1000}}")'"""
+    out = lines(capsys, monkeypatch, "bench_streaming.py", small, "--frames", 15, "--set", "window=6", "sink=3",
+                "--vary", "in_place=0,1", "--repeats", 2, "--flops", "--beside", other)  # fmt: skip
+    contexts, ring, beside = json.loads(out[-1])
+    assert contexts["ratio"] == 1 and len(ring["each"]) == 2 and beside["ratio"] > 100
+    assert len(set(ring["flops"].values())) == 1 and ring["floor_seconds"] > 0
+    assert [a["past_bytes"] for a in ring["along"]] == [ring["along"][0]["past_bytes"]] * len(ring["along"])
+
+
+def test_random_weights_of_a_named_size(capsys, monkeypatch):
+    out = lines(capsys, monkeypatch, "bench_streaming.py", "--random", "reference", "--frames", 6, "--repeats", 1,
+                "--set", "dtype=bfloat16", "size=8", "width=8", "steps=1000-500")  # fmt: skip
+    assert json.loads(out[-1])[0]["frames_per_second"] > 0
+
+
+def test_an_unknown_key_and_a_failing_command_are_told(small, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        lines(capsys, monkeypatch, "bench_streaming.py", small, "--vary", "windw=1,2")
+    assert "unknown windw; known: threads, streams" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="ended with 3"):
+        lines(capsys, monkeypatch, "bench_streaming.py", small, "--frames", 3, "--repeats", 1, "--beside",
+              f"{sys.executable} -c 'raise SystemExit(3)'")  # fmt: skip
 
 
 def test_the_cache_against_computing_again(small, capsys, monkeypatch):
-    out = lines(capsys, monkeypatch, "bench_streaming.py", small, "--history", 96, "--threads", 1, "--repeats", 3)
+    out = lines(capsys, monkeypatch, "bench_cache.py", small, "--history", 96, "--threads", 1, "--repeats", 3)
     cache, again = json.loads(out[-1])
     assert cache["case"] == "cache" and again["ratio"] > 1
 
