@@ -117,19 +117,24 @@ def bytes_of(context: Any) -> int:
     return sum(x.nbytes for s in context.spans for x in (*s.keys, *s.values))
 
 
-def flops_of_chunk(generator: Generator, told: dict[str, str], frames: int) -> int:
-    """Floating-point operations of the last of ``frames`` frames' chunks, counted; of attention too, which is why it is
-    computed by plain products here."""
-    kernel, generator.transformer.attention = generator.transformer.attention, AttentionBackendName._NATIVE_MATH
+def flops_at(generator: Generator, told: dict[str, str], marks: list[int]) -> dict[int, int]:
+    """Floating-point operations of the chunks ``marks`` of one stream by their first frame, counted; of attention too,
+    which is why it is computed by plain products there."""
     script = generator.script(["a red ball rolls left"] * int(told["streams"]))
     draw = draw_from([Key(0, branch=i) for i in range(int(told["streams"]))], generator.latent_shape, told["device"])
+    frames, kernel = (max(marks) + 1) * generator.streaming.chunk, generator.transformer.attention
     chunks = generator.stream(generator.transformer, script, draw, frames, to_continue=True, in_place=True)
-    for _ in range(-(-frames // generator.streaming.chunk) - 1):
-        next(chunks)
-    with FlopCounterMode(display=False) as counter:
-        next(chunks)
-    generator.transformer.attention = kernel
-    return counter.get_total_flops()
+    out = {}
+    for k in range(max(marks) + 1):
+        if k not in marks:
+            next(chunks)
+            continue
+        generator.transformer.attention = AttentionBackendName._NATIVE_MATH
+        with FlopCounterMode(display=False) as counter:
+            chunk = next(chunks)
+        generator.transformer.attention = kernel
+        out[chunk.start] = counter.get_total_flops()
+    return out
 
 
 def products_per_second(generator: Generator, told: dict[str, str]) -> float:
@@ -248,7 +253,7 @@ def row(name: str, found: dict[str, list[dict]], made: tuple | None, args: argpa
               f"peak {at['peak_bytes'] / 2**20:.0f} MiB")  # fmt: skip
     if args.flops:
         rate = products_per_second(generator, told)
-        out["flops"] = {m * s.chunk: flops_of_chunk(generator, told, (m + 1) * s.chunk) for m in marks}
+        out["flops"] = flops_at(generator, told, marks)
         out["floor_seconds"] = list(out["flops"].values())[-1] / rate
         said = ", ".join(f"{v / 1e9:.4f} at {k}" for k, v in out["flops"].items())
         print(f"    GFLOP a chunk by frame: {said}; at {rate / 1e9:.0f} GFLOP/s {out['floor_seconds']:.4f} s, so "
