@@ -150,10 +150,10 @@ def _cos_turn(u: float) -> float:
 
 def _levels(t: Level, s: Level) -> tuple[Tensor, Tensor]:
     """Both in float64 and of one shape, or a ValueError with the first pair that is no step down."""
-    t, s = torch.broadcast_tensors(*(torch.as_tensor(x, dtype=torch.float64) for x in (t, s)))
-    if not (ok := (s >= 0) & (s < t) & (t <= 1)).all():
-        raise ValueError(f"no transition from t = {_first(t, ~ok)} to s = {_first(s, ~ok)}: use 0 <= s < t <= 1")
-    return t, s
+    a, b = torch.broadcast_tensors(*(torch.as_tensor(x, dtype=torch.float64) for x in (t, s)))
+    if not (ok := (b >= 0) & (b < a) & (a <= 1)).all():
+        raise ValueError(f"no transition from t = {_first(a, ~ok)} to s = {_first(b, ~ok)}: use 0 <= s < t <= 1")
+    return a, b
 
 
 def _first(values: Tensor, where: Tensor) -> float:
