@@ -213,6 +213,12 @@ def test_clipping_stops_what_has_gone_far_enough_and_never_what_comes_back():
     assert stats["ratio_off"] == pytest.approx(0.5) and stats["ratio_min"] == pytest.approx(0.5)
 
 
+def test_the_reported_ratios():
+    stats = clipped_loss(torch.tensor([0.5, 1.0, 1.2]).log(), torch.ones(3), 9.0)[1]
+    expected = {"ratio_mean": 0.9, "ratio_std": (0.26 / 3) ** 0.5, "ratio_min": 0.5, "ratio_max": 1.2, "ratio_off": 0.5}
+    assert stats == pytest.approx(expected | {"clip_high": 0, "clip_low": 0})
+
+
 def test_the_mask_is_all_or_nothing_and_keeps_what_moves_back():
     log_r = torch.tensor([0.1, -0.1, 0.1, -0.1, 0.0], requires_grad=True)
     adv, far = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]), torch.full((5,), 0.5)

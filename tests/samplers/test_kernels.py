@@ -76,6 +76,13 @@ def test_ends_of_the_noise_range_are_other_kernels(t, s):  # identity 1
         close(numbers(Kernel(name, 0.0), t, s), ode, rtol=0, atol=1e-15)
 
 
+def test_points_and_forgetting_are_exact():
+    for kernel in (Kernel("ode"), Kernel("cps", 0.0)):
+        assert kernel.coefficients(0.9, 0.5).q == 0
+    for kernel in (Kernel("cm"), Kernel("cps", 1.0)):
+        assert kernel.coefficients(0.9, 0.5).c == 0
+
+
 @pytest.mark.parametrize(("t", "s"), STEPS)
 def test_spread_is_preserved_or_exceeds_by_the_stated_term(t, s):  # identity 2
     for kernel in PRESERVING:
