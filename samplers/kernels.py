@@ -106,6 +106,14 @@ class Kernel:
         x0, eps = x - rows(k.t, x) * v, x + rows(1 - k.t, x) * v
         return rows(1 - k.s, x) * x0 + rows(k.c, x) * eps, rows(k.q, x)
 
+    def from_x0(self, x: Tensor, x0: Tensor, t: float, s: float) -> tuple[Tensor, float]:
+        """The same from the predicted clean latents, at one level for all rows; ``cm`` is :func:`consistency`."""
+        mean, std = consistency(x0, s)
+        k = self.coefficients(t, s)
+        if k.c != 0:
+            mean = mean + k.c.item() * (x.float() - (1 - t) * x0.float()) / t
+        return mean, k.q.item() if self.name != "cm" else std
+
     def _diffusion(self, t: Tensor, s: Tensor) -> Tensor:
         """g of the SDEs."""
         assert self.eta is not None

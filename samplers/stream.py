@@ -12,10 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplers.kernels import consistency
+from samplers.kernels import Kernel
 from samplers.randomness import Key, normal
 
+Seen = Callable[[int, int, Tensor, Tensor], None]  # (chunk, step, noisy input, predicted clean chunk)
 Draw = Callable[[int, int, str], Tensor]  # (chunk, step, purpose) -> noise of the chunk's shape
+
+
+CONSISTENCY = Kernel("cm")
 
 
 class ChunkDenoiser(Protocol):
@@ -55,12 +59,14 @@ def stream(
     frames: int | None = None,
     context: Any = None,
     to_continue: bool = True,
+    kernel: Kernel = CONSISTENCY,
+    seen: Seen | None = None,
 ) -> Iterator[Chunk]:
     """Generate ``chunks`` (bounds in frames) one after another and yield each as soon as it is clean.
 
     ``levels`` are the warped noise levels; ``draw`` gives all noise; ``frames`` trims the end; ``context`` continues
-    a stream. S levels cost S + 1 forwards a chunk, the refresh included; ``to_continue=False`` saves that of the last
-    chunk, whose context then ends before it.
+    a stream; ``kernel`` makes the transitions and ``seen`` is told of every step. S levels cost S + 1 forwards a chunk,
+    the refresh included; ``to_continue=False`` saves that of the last chunk, whose context then ends before it.
     """
     context = denoiser.start() if context is None else context
     for start, stop in chunks:
@@ -70,8 +76,10 @@ def stream(
         x = draw(index, 0, "init")[:, : stop - start]
         for step, t in enumerate(levels):
             x0 = denoiser.denoise(x, t, context)
+            if seen is not None:
+                seen(index, step, x, x0)
             if step + 1 < len(levels):
-                mean, std = consistency(x0, levels[step + 1])
+                mean, std = kernel.from_x0(x, x0, t, levels[step + 1])
                 x = mean + std * draw(index, step + 1, "renoise")[:, : stop - start]
         if to_continue or (start, stop) != chunks[-1]:
             context = denoiser.refresh(x0, context)

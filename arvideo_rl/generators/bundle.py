@@ -27,8 +27,9 @@ from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.generators.wan import WanParts, load_parts
 from arvideo_rl.generators.weights import load_strictly, read_tensors
+from samplers.kernels import Kernel
 from samplers.rolling import rolling
-from samplers.stream import Chunk, Draw, given, stream
+from samplers.stream import CONSISTENCY, Chunk, Draw, Seen, given, stream
 
 M = TypeVar("M", bound=torch.nn.Module)
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"  # diffusers' name
@@ -88,18 +89,26 @@ class Generator:
         trim: bool = False,
         to_continue: bool = False,
         in_place: bool = False,
+        kernel: Kernel = CONSISTENCY,
+        seen: Seen | None = None,
     ) -> Iterator[Chunk]:
         """Stream ``frames`` frames in whole chunks (``trim`` cuts the last one) as the settings say. ``model`` is the
         transformer or a policy over it; ``start`` is where ``context``, the past that is continued, ends; ``in_place``
-        keeps the past in a ring where it can be, and then the chunks' contexts are of no use to others."""
+        keeps the past in a ring where it can be, and then the chunks' contexts are of no use to others; ``kernel`` and
+        ``seen`` as in :func:`samplers.stream.stream`."""
         window = self.streaming.attention_window()
         chunks = [c for c in window.chunks(frames) if c[0] >= start]
         levels, in_place = self.streaming.levels, in_place and not self.streaming.joint
         denoiser = self.denoiser(model, script, draw, fixed=True, in_place=in_place)
         kept = frames if trim else None
         if self.streaming.joint:
+            if seen is not None or kernel != CONSISTENCY:
+                raise ValueError("streaming.joint=true: joint denoising has no other kernel and is not recorded")
             return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)
-        return stream(denoiser, chunks, levels, draw, frames=kept, context=context, to_continue=to_continue)
+        return stream(
+            denoiser, chunks, levels, draw, frames=kept, context=context, to_continue=to_continue, kernel=kernel,
+            seen=seen,
+        )  # fmt: skip
 
     def given(self, model: Callable, script: Script, latents: Tensor) -> Any:
         """The context after clean ``latents`` [B, F, C, h, w] (whole chunks) that were not generated."""

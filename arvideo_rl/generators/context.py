@@ -82,6 +82,19 @@ class Context:
         gradient leaves what it computes of the text alone, for the next; it must belong to one text and one policy."""
         return replace(self, text=text, actions=actions, read=read)
 
+    def fork(self, count: int) -> Context:
+        """The past of one stream as that of ``count`` branches, which share its memory."""
+
+        def all_rows(x: Tensor) -> Tensor:
+            if x.shape[0] != 1:
+                raise ValueError(f"only the past of one stream can be forked, not of {x.shape[0]}")
+            return x.expand(count, *x.shape[1:])
+
+        spans = tuple(s.map(all_rows) for s in self.spans)
+        recent = None if self.recent is None else all_rows(self.recent)
+        linear = self.linear and self.linear.map(all_rows)
+        return replace(self, spans=spans, recent=recent, linear=linear, text=None, actions=None, _rotated={})
+
     def held(self) -> tuple[int, ...]:
         """Absolute indices of the frames held, oldest first."""
         return tuple(f for s in self.spans for f in range(s.start, s.stop))

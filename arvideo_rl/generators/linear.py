@@ -12,6 +12,7 @@ Shape letters: B batch, N heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ class LinearState:
     count: int
     relu: tuple[Tensor, ...]
     kv: tuple[Tensor, ...]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LinearState:
+        """The same state with every tensor changed."""
+        return LinearState(self.count, tuple(map(function, self.relu)), tuple(map(function, self.kv)))
 
 
 def place_of(position: int) -> int:

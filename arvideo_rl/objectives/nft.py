@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arvideo_rl.config import check_ranges
+from arvideo_rl.config import ConfigError, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import Record, walk
+from samplers.exploration import Exploration
 from samplers.kernels import forward
 from samplers.randomness import generator, normal
 
@@ -41,7 +42,8 @@ class NFT:
     from_chunk: int = 0  # chunks before this one get no policy term, only the KL: they decide what the video shows
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
-    exploration = "independent"  # branches differ in all their noise
+    credit = "chunk"
+    exploration = Exploration()  # branches differ in all their noise
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -54,6 +56,18 @@ class NFT:
         above, count = "(0, inf)", "[1, inf)"
         ranges = {"beta": above, "adv_clip": above, "kl_weight": "[0, inf)", "from_chunk": "[0, inf)"}
         check_ranges(self, ranges | {"levels_per_chunk": count, "train_levels": count}, "objective.args.")
+
+    def levels_trained(self, levels: tuple[float, ...]) -> tuple[int, int]:
+        """How many of the sampler's levels can be trained, and how many are in one forward."""
+        usable = min(self.train_levels or len(levels), len(levels))
+        return usable, min(self.levels_per_chunk, usable)
+
+    def check_chunks(self, chunks: int) -> None:
+        """Refuse a rollout that leaves no chunk to train."""
+        if self.from_chunk >= chunks:
+            raise ConfigError(
+                f"objective.args.from_chunk={self.from_chunk} leaves no chunk to train: a rollout has {chunks}"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -68,8 +82,8 @@ class NFT:
 
         ``adv`` [B, K]; ``levels`` are the sampler's warped levels.
         """
-        levels = levels[: self.train_levels]
-        m = min(self.levels_per_chunk, len(levels))
+        usable, m = self.levels_trained(levels)
+        levels = levels[:usable]
         chunks = adv.shape[1]
         for k, start, stop, context in walk(denoiser, record.latents, lambda: policies.using(self.context_writer)):
             x0 = record.latents[:, start:stop]

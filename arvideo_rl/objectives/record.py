@@ -18,6 +18,26 @@ from samplers.randomness import Key
 
 
 @dataclass(frozen=True)
+class Steps:
+    """What the data policy did at every step of P consecutive chunks, S steps each."""
+
+    x: Tensor  # [B, P, S, frames, C, H, W] noisy inputs; step j + 1 holds where the transition of step j led
+    x0: Tensor  # [B, P, S, frames, C, H, W] predicted clean chunks
+    first: Tensor  # [B] int64: index of the first of the chunks; in a fork, the pivot
+
+    def rows(self, rows: slice) -> Steps:
+        """Part of the batch."""
+        return Steps(self.x[rows], self.x0[rows], self.first[rows])
+
+    def one_first(self) -> int:
+        """The first chunk, where all rows have the same."""
+        if (self.first != self.first[0]).any():
+            seen = sorted(set(self.first.tolist()))
+            raise ValueError(f"branches that fork at different chunks, {seen}, are to be taken group by group")
+        return int(self.first[0])
+
+
+@dataclass(frozen=True)
 class Record:
     """A batch of finished branches. Shape letters: B branches, F frames (whole chunks), K chunks."""
 
@@ -25,12 +45,23 @@ class Record:
     script: Script  # prompts in force and actions
     keys: list[Key]  # names every draw of every branch
     groups: Tensor  # [B] int64 group ids
+    steps: Steps | None = None  # where the objective asked for them
 
     def rows(self, rows: slice) -> Record:
         """Part of the batch."""
         return replace(
             self, latents=self.latents[rows], script=self.script.rows(rows), keys=self.keys[rows],
-            groups=self.groups[rows],
+            groups=self.groups[rows], steps=self.steps and self.steps.rows(rows),
+        )  # fmt: skip
+
+    @classmethod
+    def cat(cls, parts: list[Record], script: Script) -> Record:
+        """Batches one after the other, under the ``script`` of all."""
+        steps = [p.steps for p in parts if p.steps is not None]
+        together = Steps(*(torch.cat([getattr(s, n) for s in steps]) for n in ("x", "x0", "first"))) if steps else None
+        return cls(
+            torch.cat([p.latents for p in parts]), script, [k for p in parts for k in p.keys],
+            torch.cat([p.groups for p in parts]), together,
         )  # fmt: skip
 
     def __len__(self) -> int:

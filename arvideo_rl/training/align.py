@@ -34,9 +34,10 @@ from arvideo_rl.training.checkpoints import (
 )
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
-from arvideo_rl.training.rollout import appearance, clips_of, reward_table, roll_out
+from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
 from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, held_out_of, lag_keep
 from arvideo_rl.world.verify import VERIFIERS
+from samplers.exploration import pivot_of
 from samplers.randomness import Key
 from samplers.stream import draw_from
 
@@ -91,9 +92,12 @@ class Run:
         rolled = time.time()
         clips = clips_of(self.generator, record, prompts)
         values, content = reward_table(self.rewards, clips)
+        if self.objective.credit == "sequence":
+            values = {name: from_first(value, record) for name, value in values.items()}
         adv, metrics = self._advantages(values, content, record.groups)
         scored = time.time()
-        metrics |= self._update(record, adv)
+        for _ in range(config.updates):
+            metrics |= self._update(record, adv)
         self.iteration += 1
         self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
         actions = prompts.actions[:, : clips.frames.shape[1]]
@@ -115,21 +119,21 @@ class Run:
         branches = [(row, g) for row in rows for g in range(config.group)]
         share = len(branches) // accelerator.num_processes
         mine = branches[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+        objective, chunks = self.objective, config.frames // self.generator.streaming.chunk
+        size = config.group if objective.exploration.forks else config.rollout_batch  # a fork is of one group
         records = []
-        for i in range(0, share, config.rollout_batch):
-            block = mine[i : i + config.rollout_batch]
+        for i in range(0, share, size):
+            block = mine[i : i + size]
             some = self.prompts.take([row for row, _ in block])
             keys = [Key(config.seed, self.iteration, self.prompts.ids[row], g) for row, g in block]
             groups = torch.tensor([row for row, _ in block])
+            pivot = pivot_of(keys[0], 0, chunks)
             with torch.no_grad(), self.policies.using("old") as model:
-                records.append(roll_out(self.generator, model, some, keys, config.frames, groups))
+                records.append(
+                    roll_out(self.generator, model, some, keys, config.frames, groups, objective.exploration, pivot)
+                )
         prompts = self.prompts.take([row for row, _ in mine])
-        takes_actions = self.generator.transformer.action_embedding is not None
-        script = self.generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
-        keys = [k for r in records for k in r.keys]
-        return Record(
-            torch.cat([r.latents for r in records]), script, keys, torch.cat([r.groups for r in records])
-        ), prompts
+        return Record.cat(records, script_of(self.generator, prompts)), prompts
 
     def _advantages(self, values: dict, content: dict, groups: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Weighted mean of the advantages of each reward [B, K] for this process's branches, and statistics."""
@@ -163,8 +167,9 @@ class Run:
         seen: dict[str, list[float]] = {}
         parameters = list(self.policies.parameters().values())
         gap = None
-        for i in range(0, len(record), config.update_batch):
-            part = record.rows(slice(i, i + config.update_batch))
+        size = config.group if self.objective.exploration.forks else config.update_batch
+        for i in range(0, len(record), size):
+            part = record.rows(slice(i, i + size))
             draw = draw_from(part.keys, self.generator.latent_shape, part.latents.device)
             denoiser = self.generator.denoiser(self.policies, part.script, draw)
             if i == 0 and not self.policies.old_is_current:

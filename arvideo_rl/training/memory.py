@@ -25,7 +25,7 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
     """Bytes on one process by what they are for; ``trainable`` is the number of trained parameters."""
     s, model = generator.streaming, generator.transformer
     objective = build_objective(config.objective, config.frames // s.chunk)
-    levels = min(objective.levels_per_chunk, len(s.levels[: objective.train_levels]))
+    _, levels = objective.levels_trained(s.levels)
     _, p_h, p_w = model.config.patch_size
     tokens = (s.size // p_h) * (s.size // p_w)
     dim = model.config.num_attention_heads * model.config.attention_head_dim
@@ -34,13 +34,19 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
     weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
     streams = max(config.rollout_batch, config.update_batch, config.held_out.batch)
     rows = config.update_batch * levels * s.chunk * tokens
+    steps = 2 * len(s.levels) if objective.exploration.steps else 0
     branches = config.prompts_per_step * config.group
     return {
         "weights": 4 * weights * (1 if config.policy.kind == "lora" else 3),  # current, old and start
         "adapters and optimizer": 16 * trainable,  # old or gradient, and two moments, besides the weight itself
         "context": 2 * 4 * model.config.num_layers * held * tokens * dim * streams,
         "one chunk's graph": 4 * rows * model.config.num_layers * (14 * dim + 2 * model.config.ffn_dim),
-        "rollout": 2 * 4 * branches * config.frames * model.config.in_channels * s.size**2,  # latents and pixels
+        "rollout": (2 + steps)
+        * 4
+        * branches
+        * config.frames
+        * model.config.in_channels
+        * s.size**2,  # latents, pixels, steps
     }
 
 

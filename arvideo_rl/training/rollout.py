@@ -6,25 +6,64 @@ import torch
 from torch import Tensor
 
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.objectives.record import Record
+from arvideo_rl.generators.denoiser import Script
+from arvideo_rl.objectives.record import Record, Steps
 from arvideo_rl.training.prompts import Prompts
 from rewards.contract import Clips, Reward, score
+from samplers.exploration import Exploration, draws
 from samplers.randomness import Key
-from samplers.stream import draw_from
 
 LUMA = (0.299, 0.587, 0.114)
 
 
+INDEPENDENT = Exploration()
+
+
 @torch.no_grad()
-def roll_out(generator: Generator, model, prompts: Prompts, keys: list[Key], frames: int, groups: Tensor) -> Record:
-    """Generate one branch per row of ``prompts``, each under its own key. ``frames`` must be whole chunks."""
+def roll_out(
+    generator: Generator,
+    model,
+    prompts: Prompts,
+    keys: list[Key],
+    frames: int,
+    groups: Tensor,
+    exploration: Exploration = INDEPENDENT,
+    pivot: int = 0,
+) -> Record:
+    """Generate one branch per row of ``prompts``, each under its own key. ``frames`` must be whole chunks. With an
+    exploration that forks, all rows are one group, which has one past up to chunk ``pivot``."""
     if generator.streaming.joint:
         raise ValueError("streaming.joint=true: what was denoised jointly cannot be trained on; set it to false")
+    first = pivot if exploration.forks else 0
+    start = generator.streaming.attention_window().chunks(frames)[first][0]
+    device, parts, context = generator.transformer.device, [], None
+    if start:
+        draw = draws(exploration, keys[:1], generator.latent_shape, device, pivot)
+        script = script_of(generator, prompts.take([0]))
+        past = list(generator.stream(model, script, draw, start, to_continue=True))
+        parts = [torch.cat([c.latents for c in past], 1).expand(len(keys), -1, -1, -1, -1)]
+        context = past[-1].context.fork(len(keys))
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(chunk: int, step: int, x: Tensor, x0: Tensor) -> None:
+        if chunk == first or not exploration.forks:
+            seen.setdefault(chunk, []).append((x, x0))
+
+    draw, script = draws(exploration, keys, generator.latent_shape, device, pivot), script_of(generator, prompts)
+    tail = generator.stream(model, script, draw, frames, context=context, start=start, kernel=exploration.kernel,
+                            seen=keep if exploration.steps else None)  # fmt: skip
+    latents = torch.cat([*parts, *(c.latents for c in tail)], 1)
+    steps = None
+    if exploration.steps:
+        x, x0 = (torch.stack([torch.stack([s[i] for s in one], 1) for one in seen.values()], 1) for i in (0, 1))
+        steps = Steps(x, x0, torch.full((len(keys),), first))
+    return Record(latents, script, keys, groups, steps)
+
+
+def script_of(generator: Generator, prompts: Prompts) -> Script:
+    """What is asked of one stream per prompt."""
     takes_actions = generator.transformer.action_embedding is not None
-    script = generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
-    draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
-    latents = torch.cat([c.latents for c in generator.stream(model, script, draw, frames)], 1)
-    return Record(latents, script, keys, groups)
+    return generator.script(list(prompts.texts), prompts.actions if takes_actions else None)
 
 
 def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:
@@ -66,3 +105,10 @@ def reward_table(rewards: dict[str, tuple[Reward, float]], clips: Clips) -> tupl
         fault = torch.tensor([bool(r and r.startswith("content:")) for r in scores.reasons])
         values[name], content[name] = value.clone(), value.isnan() & fault[:, None]
     return values, content
+
+
+def from_first(values: Tensor, record: Record) -> Tensor:
+    """Rewards [B, K] of chunks -> the mean over the chunks from the first trained one on, at every chunk [B, K]."""
+    first = torch.zeros(len(record), dtype=torch.long) if record.steps is None else record.steps.first.cpu()
+    later = torch.arange(values.shape[1]) >= first[:, None]
+    return torch.where(later, values, torch.nan).nanmean(1, keepdim=True).expand_as(values).clone()

@@ -14,6 +14,8 @@ from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_keys, chec
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
+from arvideo_rl.objectives.contract import Objective
+from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.nft import NFT
 from arvideo_rl.outputs import check_folder
 from arvideo_rl.training.alarm import ACTIONS, FEWEST
@@ -31,7 +33,7 @@ from arvideo_rl.training.prompts import (
 from rewards import registry
 from rewards.contract import Reward
 
-OBJECTIVES = {"nft": NFT}
+OBJECTIVES: dict[str, type[Objective]] = {"nft": NFT, "grpo": GRPO}
 LAGS = ("none", "nft", "slow", "frozen")
 FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
@@ -65,8 +67,8 @@ COUNT, POSITIVE = "[1, inf)", "(0, inf)"
 RANGES = {
     "seed": SEEDS, "iterations": COUNT, "prompts.count": COUNT, "prompts_per_step": COUNT, "group": "[2, inf)",
     "frames": COUNT, "policy.rank": COUNT, "policy.alpha": POSITIVE, "lr": POSITIVE, "weight_decay": "[0, inf)",
-    "max_grad_norm": POSITIVE, "rollout_batch": COUNT, "update_batch": COUNT, "checkpoint_every": COUNT,
-    "keep_last": COUNT, "probe.every": "[0, inf)", "probe.prompts": "[1, 1024]",
+    "max_grad_norm": POSITIVE, "rollout_batch": COUNT, "update_batch": COUNT, "updates": COUNT,
+    "checkpoint_every": COUNT, "keep_last": COUNT, "probe.every": "[0, inf)", "probe.prompts": "[1, 1024]",
 }  # fmt: skip
 
 
@@ -94,6 +96,7 @@ class AlignConfig:
     lag: str = "none"  # how far the old policy trails: none, nft, slow, frozen
     rollout_batch: int = 32  # branches generated at once
     update_batch: int = 16  # branches in one backward
+    updates: int = 1  # optimizer steps on one set of rollouts; more than one needs an objective that limits them
     checkpoint_every: int = 10
     keep_last: int = 3  # checkpoints kept, besides the best one
     probe: ProbeConfig = field(default_factory=ProbeConfig)
@@ -212,18 +215,15 @@ def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
     return out
 
 
-def build_objective(part: Method, chunks: int) -> NFT:
+def build_objective(part: Method, chunks: int) -> Objective:
     """The configured objective; names and types of its arguments are checked against its fields."""
     kind = OBJECTIVES[part.target]
     check_keys(kind, part.args, "objective.args.")
     try:
-        objective = cast(NFT, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), part.args)))
+        objective = cast(Objective, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), part.args)))
     except OmegaConfBaseException as error:
         raise ConfigError(wrong_type(kind, part.args, error, "objective.args.")) from None
-    if objective.from_chunk >= chunks:
-        raise ConfigError(
-            f"objective.args.from_chunk={objective.from_chunk} leaves no chunk to train: a rollout has {chunks}"
-        )
+    objective.check_chunks(chunks)
     return objective
 
 
@@ -233,14 +233,12 @@ def plan(config: AlignConfig, generator: Generator, trainable: int, memory: dict
     levels, chunks = len(s.levels), config.frames // s.chunk
     branches = config.prompts_per_step * config.group
     objective = build_objective(config.objective, chunks)
-    trained = s.levels[: objective.train_levels]
-    m = min(objective.levels_per_chunk, len(trained))
+    usable, m = objective.levels_trained(s.levels)
     weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
     return {
         "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
         "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
-        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels)
-        + f" ({m} of the first {len(trained)} trained per chunk)",
+        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels) + f" ({m} of the first {usable} trained per chunk)",
         "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
         "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
         "trained parameters": f"{trainable:,} of {weights:,}",

@@ -1,0 +1,70 @@
+"""How the branches of a group differ: which draws they share, and from where on.
+
+``independent``: in all their noise. ``shared_init``: the group shares the noise that every chunk starts from, so that
+branches differ by re-noising alone, which is what an objective on transitions trains. ``fork``: up to a pivot chunk
+there is one stream; the branches start that chunk from neighbouring noise,
+
+    eps_g = sqrt(1 - sigma^2) eps + sigma delta_g,
+
+and share every other draw (Neighbor GRPO, AR-CoPO). ``fork_fresh``: after the common past all their noise differs
+(TempAct).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from samplers.kernels import Kernel
+from samplers.randomness import Key, generator, normal, shared
+from samplers.stream import CONSISTENCY, Draw
+
+KINDS = ("independent", "shared_init", "fork", "fork_fresh")
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """How a group is drawn and what of it is recorded."""
+
+    kind: str = "independent"
+    sigma: float = 0.5  # of fork: how far neighbours lie from the common noise, in (0, 1]
+    kernel: Kernel = CONSISTENCY
+    steps: bool = False  # every step of the trained chunks is recorded
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"exploration {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if not 0 < self.sigma <= 1:
+            raise ValueError(f"sigma={self.sigma}: neighbours lie above 0 and at most 1 from the common noise")
+
+    @property
+    def forks(self) -> bool:
+        """Whether a group has one past and one pivot chunk."""
+        return self.kind.startswith("fork")
+
+
+def pivot_of(key: Key, first: int, chunks: int) -> int:
+    """The chunk in [first, chunks) at which the group of ``key`` forks; the same for all its branches."""
+    return int(generator(shared([key])[0], 0, 0, "routing").integers(first, chunks))
+
+
+def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], device, pivot: int | None = None) -> Draw:
+    """The draw of branches, of chunk shape [F, C, H, W]; rows of one group share what the exploration says."""
+    common, sigma = shared(keys), exploration.sigma
+
+    def draw(chunk: int, step: int, purpose: str) -> torch.Tensor:
+        if exploration.forks:
+            assert pivot is not None
+            together = chunk < pivot or exploration.kind == "fork"
+        else:
+            together = exploration.kind == "shared_init" and purpose == "init"
+        if not together:
+            return normal(keys, chunk, step, purpose, shape).to(device)
+        noise = normal(common, chunk, step, purpose, shape)
+        if exploration.kind == "fork" and (chunk, purpose) == (pivot, "init"):
+            noise = math.sqrt(1 - sigma**2) * noise + sigma * normal(keys, chunk, step, purpose, shape)
+        return noise.to(device)
+
+    return draw
