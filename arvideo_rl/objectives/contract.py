@@ -15,6 +15,7 @@ from samplers.exploration import Exploration
 class Objective(Protocol):
     """A dataclass of options, checked as they are set."""
 
+    from_chunk: int  # chunks before this one get no policy term
     credit: str  # what a chunk is credited with: the reward of the "chunk", or of the "sequence" from the first trained
 
     @property

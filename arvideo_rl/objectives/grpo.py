@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arvideo_rl.config import check_choice, check_ranges
+from arvideo_rl.config import ConfigError, check_choice, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives import ratio
 from arvideo_rl.objectives.record import Record, walk
@@ -52,6 +52,7 @@ class GRPO:
     steps_per_chunk: int = 1  # transitions trained per chunk, drawn without repetition
     train_steps: int | None = None  # only the first, noisiest so many transitions; null = all but the last, a point
     explore: str = "shared_init"  # independent, shared_init or fork_fresh (samplers/exploration.py)
+    from_chunk: int = 0  # chunks before this one are not trained: they decide what the video shows
     credit: str = "chunk"  # a chunk's own reward, or that of the whole sequence from the first trained chunk on
     chunk_shape: float | None = None  # RAVEN's weights of chunks: -1 = later ones count more; null = all alike
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
@@ -65,7 +66,7 @@ class GRPO:
             check_choice(f"objective.args.{name}", getattr(self, name), known)
         above, least, count = "(0, inf)", "[0, inf)", "[1, inf)"
         check_ranges(self, {"clip_low": "(0, 1]", "clip_high": above, "threshold": least, "adv_clip": above,
-                            "kl_weight": least, "steps_per_chunk": count, "train_steps": count},
+                            "kl_weight": least, "steps_per_chunk": count, "train_steps": count, "from_chunk": least},
                      "objective.args.")  # fmt: skip
         try:
             self._kernel = Kernel(self.kernel, self.eta)
@@ -80,7 +81,11 @@ class GRPO:
         return Exploration(self.explore, kernel=self._kernel, steps=True)
 
     def check_chunks(self, chunks: int) -> None:
-        """Any number of chunks can be trained."""
+        """Refuse a rollout that leaves no chunk to train."""
+        if self.from_chunk >= chunks:
+            raise ConfigError(
+                f"objective.args.from_chunk={self.from_chunk} leaves no chunk to train: a rollout has {chunks}"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -107,7 +112,7 @@ class GRPO:
         for k, _, _, context in walk(denoiser, record.latents, lambda: policies.using(self.context_writer)):
             if k >= last:
                 return
-            if k < first:
+            if k < max(first, self.from_chunk):
                 continue
             j = _choose(record, k, *usable).to(adv.device)  # [M, B]
             batch, row = torch.arange(len(record), device=adv.device), k - first

@@ -35,7 +35,15 @@ from arvideo_rl.training.checkpoints import (
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
-from arvideo_rl.training.settings import AlignConfig, build_objective, build_rewards, check, held_out_of, lag_keep
+from arvideo_rl.training.settings import (
+    AlignConfig,
+    build_objective,
+    build_rewards,
+    check,
+    check_groups,
+    held_out_of,
+    lag_keep,
+)
 from arvideo_rl.world.verify import VERIFIERS
 from samplers.exploration import pivot_of
 from samplers.randomness import Key
@@ -55,6 +63,7 @@ class Run:
         check(config, streaming.chunk, accelerator.num_processes)
         self.rewards = build_rewards(config.rewards)
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
+        check_groups(config, self.objective, accelerator.num_processes)
         self.prompts = training_prompts(config.prompts, config.frames)
         prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
         self.held_out = held_out_of(config)
@@ -127,7 +136,7 @@ class Run:
             some = self.prompts.take([row for row, _ in block])
             keys = [Key(config.seed, self.iteration, self.prompts.ids[row], g) for row, g in block]
             groups = torch.tensor([row for row, _ in block])
-            pivot = pivot_of(keys[0], 0, chunks)
+            pivot = pivot_of(keys[0], objective.from_chunk, chunks)
             with torch.no_grad(), self.policies.using("old") as model:
                 records.append(
                     roll_out(self.generator, model, some, keys, config.frames, groups, objective.exploration, pivot)

@@ -14,6 +14,7 @@ from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_keys, chec
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
+from arvideo_rl.objectives.chunk_fork import ChunkFork
 from arvideo_rl.objectives.contract import Objective
 from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.nft import NFT
@@ -33,7 +34,7 @@ from arvideo_rl.training.prompts import (
 from rewards import registry
 from rewards.contract import Reward
 
-OBJECTIVES: dict[str, type[Objective]] = {"nft": NFT, "grpo": GRPO}
+OBJECTIVES: dict[str, type[Objective]] = {"nft": NFT, "grpo": GRPO, "chunk_fork": ChunkFork}
 LAGS = ("none", "nft", "slow", "frozen")
 FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
@@ -150,6 +151,17 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
         raise ConfigError(
             f"{config.prompts_per_step} prompts x {config.group} branches do not divide over {processes} processes; "
             f"use prompts_per_step={' or '.join(map(str, near))}"
+        )
+
+
+def check_groups(config: AlignConfig, objective: Objective, processes: int) -> None:
+    """Refuse groups that would be split over processes where an objective takes them whole."""
+    if objective.exploration.forks and config.prompts_per_step % processes:
+        low = config.prompts_per_step // processes * processes
+        near = " or ".join(str(n) for n in (low, low + processes) if n)
+        raise ConfigError(
+            f"objective {config.objective.target} takes whole groups, but prompts_per_step={config.prompts_per_step} "
+            f"groups do not divide over {processes} processes; use {near}"
         )
 
 
