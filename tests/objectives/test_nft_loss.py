@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arvideo_rl.objectives.nft import NFT, kl_loss, policy_loss
+from arvideo_rl.generators.transformer import Prediction
+from arvideo_rl.objectives.nft import MODES, NFT, kl_loss, mean_flow_shift, policy_loss
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "nft.safetensors")
 # settings of the authors' runs: beta, KL weight, and how advantages were mapped after clipping to +-5
@@ -149,3 +150,56 @@ def test_bad_options_are_refused(bad):
 
 def test_needs_the_start_policy_only_when_it_is_pulled_to_it():
     assert NFT(kl_weight=0.0).needs == {"old"} and NFT(kl_weight=0.1).needs == {"old", "start"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "counted"),
+    [("all", [-7, -1, 0, 2]), ("positive", [0, 0, 0, 2]), ("negative", [-5, -1, 0, 0]), ("one", [0, 0, 0, 1]),
+     ("binary", [-1, -1, 0, 1])],
+)  # fmt: skip
+def test_which_advantages_count(mode, counted):
+    assert MODES[mode](torch.tensor([-7.0, -1.0, 0.0, 2.0]), 5.0).tolist() == counted
+
+
+def test_visited_states_are_the_recorded_ones(alignable):
+    objective = NFT(coupling="visited", levels_per_chunk=2, kl_weight=0.0)
+    record = alignable[2](objective, frames=6)
+    levels = alignable[0].streaming.levels
+    x, t = objective._states(record, record.latents[:, 3:6], 1, 2, levels)
+    for i, (state, level) in enumerate(zip(x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1), t.T.flatten())):
+        assert torch.equal(state, record.steps.x[i // 2, 1, levels.index(pytest.approx(level.item()))])
+    assert sum(1 for _ in alignable[3](objective, record, torch.randn(2, 2))) == 2
+
+
+def test_uniform_levels_are_the_branch_s_own(alignable):
+    objective = NFT(level_law="uniform", levels_per_chunk=3)
+    record = alignable[2](objective, frames=6)
+    _, t = objective._states(record, record.latents[:, :3], 0, 3, alignable[0].streaming.levels)
+    assert t.shape == (3, 2) and t.unique().numel() == 6 and 0 < t.min() and t.max() <= 1
+
+
+def test_the_mean_flow_shift_recovers_the_velocity_of_a_linear_flow_map():
+    """v(x, t) = a x + b t: d/dt along the path is a d + b, whatever the step."""
+    a, b = 0.3, -0.7
+
+    def model(x, t, context):
+        return Prediction(x - t[:, None, None] * (a * x + b * t[:, None, None]), None)
+
+    x, x0, t = torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.tensor([1.0, 0.5, 0.2])
+    wide = t[:, None, None]
+    expected = -(wide**2) * (a * (x - x0) / wide + b)
+    torch.testing.assert_close(mean_flow_shift(model, x, t, x0, None, 0.005), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_mean_flow_shifts_all_policies_alike(alignable):
+    """At cur = old the gradient is still that of 2 A (x0_old - x0): only the target has moved."""
+    _, policies, make, losses = alignable
+    record, adv = make(NFT(), frames=6), torch.randn(2, 2)
+    found = []
+    for on in (False, True):
+        for loss, metrics in losses(NFT(kl_weight=0.0, mean_flow=on), record, adv):
+            loss.backward()
+            assert metrics["x0_moved"] == 0
+        found.append(torch.cat([p.grad.flatten() for p in policies.parameters().values()]))
+        policies.model.zero_grad()
+    assert found[0].norm() > 0 and 1e-4 < (found[1] - found[0]).norm() / found[0].norm() < 10
