@@ -6,8 +6,8 @@ there is one stream; the branches start that chunk from neighbouring noise,
 
     eps_g = sqrt(1 - sigma^2) eps + sigma delta_g,
 
-and share every other draw (Neighbor GRPO, AR-CoPO). ``fork_fresh``: after the common past all their noise differs
-(TempAct).
+and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all`` those outside of the pivot chunk.
+``fork_fresh``: after the common past all their noise differs (TempAct).
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class Exploration:
 
     kind: str = "independent"
     sigma: float = 0.5  # of fork: how far neighbours lie from the common noise, in (0, 1]
+    neighbours: str = "init"  # of fork: which of the pivot's draws differ, the initial one or all
     kernel: Kernel = CONSISTENCY
     steps: bool = False  # every step of the trained chunks is recorded
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"exploration {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.neighbours not in ("init", "all"):
+            raise ValueError(f"neighbours {self.neighbours!r} is unknown; choose init or all")
         if not 0 < self.sigma <= 1:
             raise ValueError(f"sigma={self.sigma}: neighbours lie above 0 and at most 1 from the common noise")
 
@@ -63,7 +66,8 @@ def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], dev
         if not together:
             return normal(keys, chunk, step, purpose, shape).to(device)
         noise = normal(common, chunk, step, purpose, shape)
-        if exploration.kind == "fork" and (chunk, purpose) == (pivot, "init"):
+        differs = purpose == "init" or (exploration.neighbours == "all" and purpose == "renoise")
+        if exploration.kind == "fork" and chunk == pivot and differs:
             noise = math.sqrt(1 - sigma**2) * noise + sigma * normal(keys, chunk, step, purpose, shape)
         return noise.to(device)
 

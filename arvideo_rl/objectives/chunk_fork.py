@@ -37,6 +37,7 @@ class ChunkFork:
     """Options of the objective; see docs/objectives/chunk_fork.md."""
 
     sigma: float = 0.5  # how far the branches' noise lies from the common one
+    neighbours: str = "init"  # which of the pivot's draws differ: the initial noise, as published, or all
     anchors: int = 4  # branches from whose inputs the trained policy predicts, drawn anew in every update
     tau: float | None = None  # of the softmax; null = the median distance between branches, per group and step
     clip_low: float = 0.2  # of the ratio of two probabilities over the group
@@ -49,6 +50,7 @@ class ChunkFork:
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
     def __post_init__(self) -> None:
+        check_choice("objective.args.neighbours", self.neighbours, ("init", "all"))
         check_choice("objective.args.credit", self.credit, ("sequence", "chunk"))
         check_choice("objective.args.context_writer", self.context_writer, ("old", "current"))
         above, count = "(0, inf)", "[1, inf)"
@@ -59,7 +61,7 @@ class ChunkFork:
     @property
     def exploration(self) -> Exploration:
         """How a group is drawn."""
-        return Exploration("fork", self.sigma, steps=True)
+        return Exploration("fork", self.sigma, self.neighbours, steps=True)
 
     @property
     def needs(self) -> frozenset[str]:
