@@ -70,8 +70,9 @@ def fork_frame(key: Key, memory: Memory, frames: int, group: int, rule: str = "d
         m, largest = memory, max((len(memory.pool(a)) for a in range(0, frames, memory.chunk)), default=0)
         raise ValueError(
             f"no frame to fork at in {frames} frames: {m.chunks} routed chunks of {m.chunk} must fit from frame "
-            f"{m.first} on into a block of {m.block}, with {pool_needed(m.routed, group, rule)} older frames for {group} "
-            f"branches (largest pool: {largest}); use longer videos, fewer routed chunks or frames, or a smaller group"
+            f"{m.first} on into a block of {m.block}, with {pool_needed(m.routed, group, rule)} older frames "
+            f"for {group} branches (largest pool: {largest}); use longer videos, fewer routed chunks or frames, or a "
+            "smaller group"
         )
     return forks[generator(shared([key])[0], 0, 0, "routing").integers(len(forks))]
 
