@@ -12,13 +12,13 @@ and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all``
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
+from samplers.forks import neighbour_noise
 from samplers.kernels import Kernel
-from samplers.randomness import Key, generator, normal, shared
+from samplers.randomness import Key, normal, shared
 from samplers.stream import CONSISTENCY, Draw
 
 KINDS = ("independent", "shared_init", "fork", "fork_fresh")
@@ -48,14 +48,10 @@ class Exploration:
         return self.kind.startswith("fork")
 
 
-def pivot_of(key: Key, first: int, chunks: int) -> int:
-    """The chunk in [first, chunks) at which the group of ``key`` forks; the same for all its branches."""
-    return int(generator(shared([key])[0], 0, 0, "routing").integers(first, chunks))
-
-
 def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], device, pivot: int | None = None) -> Draw:
     """The draw of branches, of chunk shape [F, C, H, W]; rows of one group share what the exploration says."""
-    common, sigma = shared(keys), exploration.sigma
+    common = shared(keys)
+    differing = ("init", "renoise") if exploration.neighbours == "all" else ("init",)
 
     def draw(chunk: int, step: int, purpose: str) -> torch.Tensor:
         if exploration.forks:
@@ -65,10 +61,8 @@ def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], dev
             together = exploration.kind == "shared_init" and purpose == "init"
         if not together:
             return normal(keys, chunk, step, purpose, shape).to(device)
-        noise = normal(common, chunk, step, purpose, shape)
-        differs = purpose == "init" or (exploration.neighbours == "all" and purpose == "renoise")
-        if exploration.kind == "fork" and chunk == pivot and differs:
-            noise = math.sqrt(1 - sigma**2) * noise + sigma * normal(keys, chunk, step, purpose, shape)
-        return noise.to(device)
+        if exploration.kind == "fork" and chunk == pivot and purpose in differing:
+            return neighbour_noise(keys, chunk, step, purpose, shape, exploration.sigma).to(device)
+        return normal(common, chunk, step, purpose, shape).to(device)
 
     return draw

@@ -45,7 +45,7 @@ from arvideo_rl.training.settings import (
     lag_keep,
 )
 from arvideo_rl.world.verify import VERIFIERS
-from samplers.exploration import pivot_of
+from samplers.forks import pivot_of
 from samplers.randomness import Key
 from samplers.stream import draw_from
 

@@ -88,7 +88,7 @@ class AlignConfig:
     group: int = 8  # branches per prompt
     frames: int = 18  # of a rollout; whole chunks
     rewards: dict[str, Part] = field(default_factory=dict)  # any number, by names of the user's choice
-    advantage: str = "group_z"  # group_z, global_std or centre
+    advantage: str = "group_z"  # a form of objectives/advantages.py
     objective: Method = field(default_factory=lambda: Method("nft"))
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lr: float = 1e-3

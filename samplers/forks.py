@@ -1,0 +1,102 @@
+"""How branches of a group come to differ: noise near to a shared one, antithetic pairs, forks of a stream.
+
+Every draw is keyed, so what branches share is equality of tensors and not a convention. A fork is a ``Draw`` for
+:func:`samplers.stream.stream`; the shared prefix may then be generated once and its context continued.
+
+    neighbour    eps_g = sqrt(1 - sigma^2) eps* + sigma delta_g     corr(eps_g, eps_h) = 1 - sigma^2
+    antithetic   eps_+- = sqrt(1 - a^2) eps +- a delta              the pair's mean and difference are independent
+    churn        FDFO's step: a little of the noise replaced at every step, on the sampler's marginals
+
+Sources: Neighbor GRPO and AR-CoPO (neighbour noise), TempAct (fresh fork), NVlabs/FDFO (churn). The antithetic pair is
+the form of the last for one chunk of a causal stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from samplers.randomness import Key, generator, normal, shared
+from samplers.stream import Draw
+
+CHURN = math.expm1(0.0025)  # FDFO's gamma per step
+
+
+def neighbour_noise(
+    keys: list[Key], chunk: int, step: int, purpose: str, shape: tuple[int, ...], sigma: float
+) -> Tensor:
+    """Standard normal noise [len(keys), *shape] at distance ``sigma`` in [0, 1] from one that a group shares:
+    0 gives all the same, 1 each its own. Published: .3 for images, .5 for autoregressive video."""
+    _check_share("sigma", sigma)
+    centre, own = (normal(k, chunk, step, purpose, shape) for k in (shared(keys), keys))
+    return math.sqrt(1 - sigma**2) * centre + sigma * own
+
+
+def antithetic_noise(keys: list[Key], chunk: int, step: int, purpose: str, shape: tuple[int, ...], a: float) -> Tensor:
+    """Standard normal noise [len(keys), *shape]: branches 2 p and 2 p + 1 lie at +a and -a of the pair's direction.
+    Use a in .05 - .3: the difference of their rewards is a slope only while the pair stays close."""
+    _check_share("a", a)
+    if any(k.branch < 0 for k in keys):
+        raise ValueError("a branch below 0 has no pair; pairs are branches 0 and 1, 2 and 3, ...")
+    # below 0 and apart from -1, which all of a group share
+    centre, direction = (
+        normal([replace(k, branch=-2 - 2 * (k.branch // 2) - i) for k in keys], chunk, step, purpose, shape)
+        for i in (0, 1)
+    )
+    sign = torch.tensor([1.0 - 2 * (k.branch % 2) for k in keys]).view(-1, *[1] * len(shape))
+    return math.sqrt(1 - a**2) * centre + a * sign * direction
+
+
+def neighbour_fork(keys: list[Key], shape: tuple[int, ...], pivot: int, sigma: float) -> Draw:
+    """AR-CoPO: branches differ in the initial noise of chunk ``pivot`` only; prefix, tail and every re-noise draw of
+    every chunk are shared, so that the reward's spread is that chunk's doing."""
+
+    def draw(chunk: int, step: int, purpose: str) -> Tensor:
+        if (chunk, purpose) == (pivot, "init"):
+            return neighbour_noise(keys, chunk, step, purpose, shape, sigma)
+        return normal(shared(keys), chunk, step, purpose, shape)
+
+    return draw
+
+
+def fresh_fork(keys: list[Key], shape: tuple[int, ...], pivot: int) -> Draw:
+    """TempAct: a shared prefix, and from chunk ``pivot`` on all noise is a branch's own."""
+    return lambda chunk, step, purpose: normal(shared(keys) if chunk < pivot else keys, chunk, step, purpose, shape)
+
+
+def pair_fork(keys: list[Key], shape: tuple[int, ...], pivot: int, a: float) -> Draw:
+    """Antithetic noise in every draw of chunk ``pivot``; prefix and tail are shared."""
+
+    def draw(chunk: int, step: int, purpose: str) -> Tensor:
+        if chunk == pivot:
+            return antithetic_noise(keys, chunk, step, purpose, shape, a)
+        return normal(shared(keys), chunk, step, purpose, shape)
+
+    return draw
+
+
+def pivot_of(key: Key, first: int, chunks: int) -> int:
+    """The chunk to fork, uniform over ``first`` .. ``chunks`` - 1 and the same for all branches of a prompt."""
+    if not 0 <= first < chunks:
+        raise ValueError(f"no chunk to fork from {first} on in a video of {chunks} chunks")
+    return int(generator(shared([key])[0], 0, 0, "routing").integers(first, chunks))
+
+
+def churn_step(x: Tensor, v: Tensor, t: float, s: float, noise: Tensor, gamma: float = CHURN) -> Tensor:
+    """FDFO's step from level t to s: overshoot to r, then add noise back up to s; float32.
+
+    The data coefficient stays 1 - s and the noise level s; gamma = 0 is the Euler step. t = s = 1 churns initial noise.
+    """
+    if gamma < 0 or not 0 <= s <= t <= 1:
+        raise ValueError(f"churn from level {t} to {s} with gamma {gamma}: use 1 >= t >= s >= 0 and gamma >= 0")
+    r = s / (1 + gamma - gamma * s)
+    over = x.float() + (r - t) * v.float()
+    return (over + noise * (r * math.sqrt((1 + gamma) ** 2 - 1))) / (1 + gamma * r)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value}: use a number from 0 (all branches the same) to 1")
