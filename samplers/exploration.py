@@ -7,7 +7,8 @@ there is one stream; the branches start that chunk from neighbouring noise,
     eps_g = sqrt(1 - sigma^2) eps + sigma delta_g,
 
 and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all`` those outside of the pivot chunk.
-``fork_fresh``: after the common past all their noise differs (TempAct).
+``fork_fresh``: after the common past all their noise differs (TempAct). ``route``: they share all draws, and differ in
+what they read (samplers/routes.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from samplers.kernels import Kernel
 from samplers.randomness import Key, normal, shared
 from samplers.stream import CONSISTENCY, Draw
 
-KINDS = ("independent", "shared_init", "fork", "fork_fresh")
+KINDS = ("independent", "shared_init", "fork", "fork_fresh", "route")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Exploration:
     @property
     def forks(self) -> bool:
         """Whether a group has one past and one pivot chunk."""
-        return self.kind.startswith("fork")
+        return self.kind.startswith("fork") or self.kind == "route"
 
 
 def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], device, pivot: int | None = None) -> Draw:

@@ -21,7 +21,7 @@ from torch import Tensor
 from arvideo_rl.config import ConfigError, check_choice, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.neighbour import anchor_branches, neighbour_loss
-from arvideo_rl.objectives.record import Record, walk
+from arvideo_rl.objectives.record import Record, walk_to
 from samplers.exploration import Exploration
 
 
@@ -84,10 +84,7 @@ class ChunkFork:
         x = record.steps.x[anchors, 0, :steps].transpose(0, 1).flatten(0, 1)  # [S * N, F, C, H, W]
         t = torch.tensor(levels[:steps], device=adv.device).repeat_interleave(n)
         one = replace(denoiser, script=denoiser.script.rows(slice(0, 1)))  # the branches have one past
-        for k, _, _, past in walk(one, record.latents[:1], lambda: policies.using(self.context_writer)):
-            if k == pivot:
-                context = past
-                break
+        _, _, context = walk_to(one, record.latents[:1], lambda: policies.using(self.context_writer), pivot)
         ref = None
         if self.kl_weight > 0:
             with torch.no_grad(), policies.using("start") as model:

@@ -82,6 +82,14 @@ def walk(denoiser: Denoiser, latents: Tensor, writer) -> Iterator[tuple[int, int
                 context = denoiser.refresh(latents[:, start:stop], context)
 
 
+def walk_to(denoiser: Denoiser, latents: Tensor, writer, chunk: int) -> tuple[int, int, Context]:
+    """(first frame, end frame, context) of one recorded chunk."""
+    for index, start, stop, context in walk(denoiser, latents, writer):
+        if index == chunk:
+            return start, stop, context
+    raise ValueError(f"there is no chunk {chunk} in {latents.shape[1]} frames")
+
+
 def context_gap(denoiser: Denoiser, latents: Tensor, one, other) -> float:
     """How far apart two policies' contexts are: relative L2 distance of all keys and values of the last context."""
     ends = []

@@ -22,6 +22,7 @@ from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
+from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.record import Record, context_gap
 from arvideo_rl.training.checkpoints import (
     Checkpoint,
@@ -35,6 +36,7 @@ from arvideo_rl.training.checkpoints import (
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
+from arvideo_rl.training.routed import roll_out_routed
 from arvideo_rl.training.settings import (
     AlignConfig,
     build_objective,
@@ -103,7 +105,7 @@ class Run:
         values, content = reward_table(self.rewards, clips)
         if self.objective.credit == "sequence":
             values = {name: from_first(value, record) for name, value in values.items()}
-        adv, metrics = self._advantages(values, content, record.groups)
+        adv, metrics = self._advantages(values, content, record)
         scored = time.time()
         for _ in range(config.updates):
             metrics |= self._update(record, adv)
@@ -136,18 +138,27 @@ class Run:
             some = self.prompts.take([row for row, _ in block])
             keys = [Key(config.seed, self.iteration, self.prompts.ids[row], g) for row, g in block]
             groups = torch.tensor([row for row, _ in block])
-            pivot = pivot_of(keys[0], objective.from_chunk, chunks)
+            asked = (some, keys, config.frames, groups)
             with torch.no_grad(), self.policies.using("old") as model:
-                records.append(
-                    roll_out(self.generator, model, some, keys, config.frames, groups, objective.exploration, pivot)
-                )
+                if isinstance(objective, KVRouting):
+                    memory = objective.memory(self.generator.streaming.attention_window(), config.frames)
+                    records.append(roll_out_routed(self.generator, model, *asked, memory))
+                else:
+                    pivot = pivot_of(keys[0], objective.from_chunk, chunks)
+                    records.append(roll_out(self.generator, model, *asked, objective.exploration, pivot))
         prompts = self.prompts.take([row for row, _ in mine])
         return Record.cat(records, script_of(self.generator, prompts)), prompts
 
-    def _advantages(self, values: dict, content: dict, groups: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def _advantages(self, values: dict, content: dict, record: Record) -> tuple[Tensor, dict[str, float]]:
         """Weighted mean of the advantages of each reward [B, K] for this process's branches, and statistics."""
         accelerator = self.accelerator
+        groups = record.groups
         every_group = accelerator.gather(groups.to(accelerator.device)).cpu()
+        if isinstance(self.objective, KVRouting):
+            assert record.steps is not None
+            first = accelerator.gather(record.steps.first.to(accelerator.device)).cpu()
+            last = torch.tensor([k.branch == self.config.group - 1 for k in record.keys])
+            anchors = accelerator.gather(last.to(accelerator.device)).cpu()
         total, weights, metrics = None, 0.0, {}
         for name, (_, weight) in self.rewards.items():
             value = accelerator.gather(values[name].to(accelerator.device)).cpu()
@@ -159,7 +170,11 @@ class Run:
             fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             metrics[f"reward/{name}"] = value.nanmean().item()
             metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
-            adv, stats = advantages(worst_of_group(value, fault, every_group), every_group, self.config.advantage)
+            value = worst_of_group(value, fault, every_group)
+            if isinstance(self.objective, KVRouting):
+                adv, stats = self.objective.advantages(value, every_group, first, anchors)
+            else:
+                adv, stats = advantages(value, every_group, self.config.advantage)
             metrics |= {f"reward/{name}/{k}": v for k, v in stats.items()}
             total = weight * adv if total is None else total + weight * adv
             weights += abs(weight)

@@ -17,6 +17,7 @@ from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.chunk_fork import ChunkFork
 from arvideo_rl.objectives.contract import Objective
 from arvideo_rl.objectives.grpo import GRPO
+from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.nft import NFT
 from arvideo_rl.outputs import check_folder
 from arvideo_rl.training.alarm import ACTIONS, FEWEST
@@ -34,7 +35,7 @@ from arvideo_rl.training.prompts import (
 from rewards import registry
 from rewards.contract import Reward
 
-OBJECTIVES: dict[str, type[Objective]] = {"nft": NFT, "grpo": GRPO, "chunk_fork": ChunkFork}
+OBJECTIVES: dict[str, type[Objective]] = {"nft": NFT, "grpo": GRPO, "chunk_fork": ChunkFork, "kv_routing": KVRouting}
 LAGS = ("none", "nft", "slow", "frozen")
 FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
