@@ -7,8 +7,8 @@ there is one stream; the branches start that chunk from neighbouring noise,
     eps_g = sqrt(1 - sigma^2) eps + sigma delta_g,
 
 and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all`` those outside of the pivot chunk.
-``fork_fresh``: after the common past all their noise differs (TempAct). ``route``: they share all draws, and differ in
-what they read (samplers/routes.py).
+``fork_fresh``: after the common past all their noise differs (TempAct). ``pair``: two take antithetic noise in every
+draw of the pivot (samplers/forks.py). ``route``: they share all draws, and differ in what they read (routes.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from samplers.forks import neighbour_noise
+from samplers.forks import antithetic_noise, neighbour_noise
 from samplers.kernels import Kernel
 from samplers.randomness import Key, normal, shared
 from samplers.stream import CONSISTENCY, Draw
 
-KINDS = ("independent", "shared_init", "fork", "fork_fresh", "route")
+KINDS = ("independent", "shared_init", "fork", "fork_fresh", "pair", "route")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Exploration:
     """How a group is drawn and what of it is recorded."""
 
     kind: str = "independent"
-    sigma: float = 0.5  # of fork: how far neighbours lie from the common noise, in (0, 1]
+    sigma: float = 0.5  # of fork and pair: how far branches lie from the common noise, in (0, 1]
     neighbours: str = "init"  # of fork: which of the pivot's draws differ, the initial one or all
     kernel: Kernel = CONSISTENCY
     steps: bool = False  # every step of the trained chunks is recorded
@@ -46,7 +46,7 @@ class Exploration:
     @property
     def forks(self) -> bool:
         """Whether a group has one past and one pivot chunk."""
-        return self.kind.startswith("fork") or self.kind == "route"
+        return self.kind in ("fork", "fork_fresh", "pair", "route")
 
 
 def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], device, pivot: int | None = None) -> Draw:
@@ -57,11 +57,13 @@ def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], dev
     def draw(chunk: int, step: int, purpose: str) -> torch.Tensor:
         if exploration.forks:
             assert pivot is not None
-            together = chunk < pivot or exploration.kind == "fork"
+            together = chunk < pivot or exploration.kind in ("fork", "pair")
         else:
             together = exploration.kind == "shared_init" and purpose == "init"
         if not together:
             return normal(keys, chunk, step, purpose, shape).to(device)
+        if exploration.kind == "pair" and chunk == pivot:
+            return antithetic_noise(keys, chunk, step, purpose, shape, exploration.sigma).to(device)
         if exploration.kind == "fork" and chunk == pivot and purpose in differing:
             return neighbour_noise(keys, chunk, step, purpose, shape, exploration.sigma).to(device)
         return normal(common, chunk, step, purpose, shape).to(device)

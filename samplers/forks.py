@@ -1,7 +1,7 @@
-"""How branches of a group come to differ: noise near to a shared one, antithetic pairs, forks of a stream.
+"""How branches of a group come to differ: noise near to a shared one, antithetic pairs, churn, and the pivot chunk.
 
-Every draw is keyed, so what branches share is equality of tensors and not a convention. A fork is a ``Draw`` for
-:func:`samplers.stream.stream`; the shared prefix may then be generated once and its context continued.
+Every draw is keyed, so what branches share is equality of tensors and not a convention; exploration.py puts the draws
+of a group together.
 
     neighbour    eps_g = sqrt(1 - sigma^2) eps* + sigma delta_g     corr(eps_g, eps_h) = 1 - sigma^2
     antithetic   eps_+- = sqrt(1 - a^2) eps +- a delta              the pair's mean and difference are independent
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from samplers.randomness import Key, generator, normal, shared
-from samplers.stream import Draw
 
 CHURN = math.expm1(0.0025)  # FDFO's gamma per step
 
@@ -48,34 +47,6 @@ def antithetic_noise(keys: list[Key], chunk: int, step: int, purpose: str, shape
     )
     sign = torch.tensor([1.0 - 2 * (k.branch % 2) for k in keys]).view(-1, *[1] * len(shape))
     return math.sqrt(1 - a**2) * centre + a * sign * direction
-
-
-def neighbour_fork(keys: list[Key], shape: tuple[int, ...], pivot: int, sigma: float) -> Draw:
-    """AR-CoPO: branches differ in the initial noise of chunk ``pivot`` only; prefix, tail and every re-noise draw of
-    every chunk are shared, so that the reward's spread is that chunk's doing."""
-
-    def draw(chunk: int, step: int, purpose: str) -> Tensor:
-        if (chunk, purpose) == (pivot, "init"):
-            return neighbour_noise(keys, chunk, step, purpose, shape, sigma)
-        return normal(shared(keys), chunk, step, purpose, shape)
-
-    return draw
-
-
-def fresh_fork(keys: list[Key], shape: tuple[int, ...], pivot: int) -> Draw:
-    """TempAct: a shared prefix, and from chunk ``pivot`` on all noise is a branch's own."""
-    return lambda chunk, step, purpose: normal(shared(keys) if chunk < pivot else keys, chunk, step, purpose, shape)
-
-
-def pair_fork(keys: list[Key], shape: tuple[int, ...], pivot: int, a: float) -> Draw:
-    """Antithetic noise in every draw of chunk ``pivot``; prefix and tail are shared."""
-
-    def draw(chunk: int, step: int, purpose: str) -> Tensor:
-        if chunk == pivot:
-            return antithetic_noise(keys, chunk, step, purpose, shape, a)
-        return normal(shared(keys), chunk, step, purpose, shape)
-
-    return draw
 
 
 def pivot_of(key: Key, first: int, chunks: int) -> int:

@@ -16,9 +16,11 @@ from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.chunk_fork import ChunkFork
 from arvideo_rl.objectives.contract import Objective
+from arvideo_rl.objectives.fpo import FPO
 from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.nft import NFT
+from arvideo_rl.objectives.pairs import Pairs
 from arvideo_rl.outputs import check_folder
 from arvideo_rl.training.alarm import ACTIONS, FEWEST
 from arvideo_rl.training.compare import HeldOut, check_held_out, least_prompts
@@ -35,7 +37,9 @@ from arvideo_rl.training.prompts import (
 from rewards import registry
 from rewards.contract import Reward
 
-OBJECTIVES: dict[str, type[Objective]] = {"nft": NFT, "grpo": GRPO, "chunk_fork": ChunkFork, "kv_routing": KVRouting}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "nft": NFT, "grpo": GRPO, "chunk_fork": ChunkFork, "kv_routing": KVRouting, "fpo": FPO, "pairs": Pairs,
+}  # fmt: skip
 LAGS = ("none", "nft", "slow", "frozen")
 FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
@@ -133,6 +137,9 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     check_choice("policy.kind", config.policy.kind, ("lora", "full"))
     check_choice("prompts.style", config.prompts.style, STYLES)
     check_choice("objective.target", config.objective.target, OBJECTIVES)
+    if config.objective.target == "pairs" and (config.group != 2 or config.advantage != "centre"):
+        raise ConfigError(f"objective pairs compares two branches: use group=2 advantage=centre, "
+                          f"not group={config.group} advantage={config.advantage}")  # fmt: skip
     if not config.rewards:
         raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
     for name, part in config.rewards.items():

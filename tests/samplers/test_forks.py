@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from samplers.exploration import Exploration, draws
 from samplers.forks import (
     antithetic_noise,
     churn_step,
-    fresh_fork,
-    neighbour_fork,
     neighbour_noise,
-    pair_fork,
     pivot_of,
 )
 from samplers.randomness import Key, normal, shared
@@ -72,21 +70,25 @@ def differing(draw):
 
 
 def test_a_neighbour_fork_differs_in_the_pivots_initial_noise_alone():
-    draw = neighbour_fork(KEYS, SHAPE, 2, 0.5)
+    draw = draws(Exploration("fork", 0.5), KEYS, SHAPE, "cpu", 2)
     assert differing(draw) == [(2, 0, "init")]
     assert torch.equal(draw(2, 0, "init"), neighbour_noise(KEYS, 2, 0, "init", SHAPE, 0.5))
 
 
 def test_a_fresh_fork_differs_in_all_noise_from_the_pivot_on():
-    assert differing(fresh_fork(KEYS, SHAPE, 2)) == [d for d in DRAWS if d[0] >= 2]
+    assert differing(draws(Exploration("fork_fresh"), KEYS, SHAPE, "cpu", 2)) == [d for d in DRAWS if d[0] >= 2]
 
 
 def test_a_pair_fork_differs_in_all_noise_of_the_pivot_alone():
-    assert differing(pair_fork(KEYS, SHAPE, 2, 0.1)) == [d for d in DRAWS if d[0] == 2]
+    assert differing(draws(Exploration("pair", 0.1), KEYS, SHAPE, "cpu", 2)) == [d for d in DRAWS if d[0] == 2]
 
 
 def test_all_forks_of_a_prompt_share_one_prefix():
-    one, two, three = neighbour_fork(KEYS, SHAPE, 2, 0.5), fresh_fork(KEYS, SHAPE, 3), pair_fork(KEYS, SHAPE, 2, 0.1)
+    one, two, three = (
+        draws(Exploration("fork", 0.5), KEYS, SHAPE, "cpu", 2),
+        draws(Exploration("fork_fresh"), KEYS, SHAPE, "cpu", 3),
+        draws(Exploration("pair", 0.1), KEYS, SHAPE, "cpu", 2),
+    )
     for d in DRAWS[:6]:
         assert torch.equal(one(*d), two(*d)) and torch.equal(one(*d), three(*d))
 
