@@ -4,8 +4,8 @@
     loss = mean max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) + kl_weight * mean (v - v_start)^2
 
 over ``draws`` of (t, eps), the same for both policies. At cur = old its gradient is A grad l_cur, NFT's direction;
-what it adds is a trust region. Source: akanazawa/fpo, for control; there is no video code. Differences: means over elements
-(sums would make the ratio meaningless), the sampler's levels, the context of the stream.
+what it adds is a trust region. Source: akanazawa/fpo, for control; there is no video code. Differences: means over
+elements (sums would make the ratio meaningless), the sampler's levels, the context of the stream.
 
 Needs: clean latents, advantages, the old policy, the start policy when kl_weight > 0.
 Shape letters: B branches, N draws, F C H W a chunk's latent.

@@ -69,7 +69,7 @@ class Pairs:
     def losses(
         self, policies, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]
     ) -> Iterator[tuple[Tensor, dict[str, float]]]:
-        """Yield (loss, metrics) once, for the pivot chunk of one pair; ``adv`` [2, K] is reward less the pair's mean."""
+        """Yield (loss, metrics) once, for the pivot chunk of one pair; ``adv`` [2, K] is reward less the mean."""
         assert record.steps is not None
         pivot, s = record.steps.one_first(), len(levels)
         one = replace(denoiser, script=denoiser.script.rows(slice(0, 1)))  # the two have one past
