@@ -65,6 +65,11 @@ def test_raven(golden, name, over):
     close(mine, g[f"raven_stat_tracker.advantages_global_std_{name}"])
 
 
+def test_a_floor_keeps_a_small_spread_from_being_blown_up():
+    mine = form(torch.tensor([[1.0], [1.00002]]), torch.tensor([0, 0]), **RAVEN)
+    torch.testing.assert_close(mine, torch.tensor([-1.0, 1.0]) * 1e-5 / (1e-4 + 1e-5), rtol=1e-2, atol=0)
+
+
 def raven_rewards(golden):
     g = golden("groups")
     table = {name: g[f"raven_reward_agg.{name}"][:, None] for name in ("raft", "ta")}
@@ -107,10 +112,10 @@ def test_kvpo_compares_with_the_anchor(golden, name):
 
 
 def test_anchors_are_found_by_group_and_one_branch_is_enough():
-    values = torch.tensor([[5.0], [1.0], [2.0], [4.0], [NAN], [7.0]])
-    groups, anchors = torch.tensor([0, 1, 0, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 1, 0]).bool()
+    values = torch.tensor([[5.0], [1.0], [2.0], [4.0], [NAN], [7.0], [8.0]])
+    groups, anchors = torch.tensor([0, 1, 0, 1, 2, 2, 2]), torch.tensor([0, 0, 1, 1, 1, 0, 0]).bool()
     adv, stats = anchor_relative(values, groups, anchors)
-    close(adv[:, 0], [2**0.5, -(2**0.5), 0, 0, 0, 0])
+    close(adv[:, 0], [2**0.5, -(2**0.5), 0, 0, 0, 0, 0])
     assert stats["zero_spread_share"] == pytest.approx(1 / 3), "a group whose anchor failed counts"
 
 

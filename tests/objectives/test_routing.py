@@ -224,10 +224,11 @@ def test_the_clip_is_wider_upwards():
 
 def test_the_kl_carries_gradient_and_advantages_none(randn):
     old, start = randn(5).double().abs(), randn(5).double().abs()
+    start.requires_grad_()
     energy, adv = old.clone().requires_grad_(), torch.zeros(5, requires_grad=True)
     loss, stats = routing_loss(energy, old, start, adv)
     loss.backward()
-    assert energy.grad.abs().max() > 1e-3 and adv.grad is None and stats["kl"] > 0
+    assert energy.grad.abs().max() > 1e-3 and adv.grad is start.grad is None and stats["kl"] > 0
     assert loss.item() == pytest.approx(10 * stats["kl"])
     with pytest.raises(ValueError, match="kl_weight=10.0 needs the start"):
         routing_loss(energy, old, None, adv)

@@ -18,6 +18,7 @@ def test_the_published_pool():
 def test_forks_leave_room_in_the_block_the_window_and_the_pool():
     assert LONGLIVE.forks(63, 8) == [21, 24, 27, 42, 45, 48]
     assert LONGLIVE.forks(56, 8) == [21, 24, 27], "15 routed frames from 42 on end at 57"
+    assert Memory(first=43).forks(63, 8) == [45, 48], "on a chunk's first frame"
     small = Memory(sinks=1, routed=2, nearest=2, chunk=3, chunks=1, capacity=99, first=0, block=3)
     assert small.forks(12, 2) == [6, 9], "pools of 0, 0, 3 and 6 frames"
 

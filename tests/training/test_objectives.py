@@ -1,0 +1,122 @@
+"""Every objective through the trainer: an iteration changes the policy, resumes to the bit, and does not care how many
+processes share it."""
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+
+from arvideo_rl.config import ConfigError, load, presets
+from arvideo_rl.training.align import Run
+from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
+from arvideo_rl.training.settings import OBJECTIVES, AlignConfig, Method, build_objective
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = {
+    "grpo": dict(args=dict(steps_per_chunk=2, kl_weight=0.1), updates=2),
+    "grpo after a fork": dict(target="grpo", args=dict(kernel="cm", eta=None, explore="fork_fresh", credit="sequence")),
+    "chunk_fork": dict(args=dict(anchors=2, kl_weight=0.1)),
+    "kv_routing": dict(args=dict(routed=1, nearest=2, chunks=1, kl_weight=1.0), group=3, frames=18),
+    "fpo": dict(args=dict(draws=2, kl_weight=0.1), updates=2),
+    "pairs": dict(args=dict(apart=0.3), group=2, advantage="centre"),
+    "nft": dict(args=dict(coupling="visited", mean_flow=True)),
+}
+
+
+def told(config, name):
+    """The test's configuration with a case's objective."""
+    config = copy.deepcopy(config)
+    case = dict(CASES[name])
+    config.objective = Method(case.pop("target", name), case.pop("args"))
+    for key, value in case.items():
+        setattr(config, key, value)
+    config.held_out.prompts = 6
+    return config
+
+
+def states(run):
+    return {k: v.clone() for k, v in run.policies.state().items()}
+
+
+def test_every_objective_is_here():
+    assert {CASES[name].get("target", name) for name in CASES} == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_iteration_trains_and_a_resumed_run_is_the_same_to_the_bit(name, config, tmp_path):
+    config = told(config, name)
+    straight = Run(config, Accelerator())
+    start = states(straight)
+    seen = [straight.step() for _ in range(2)]
+    assert all(torch.isfinite(torch.tensor(v)) for row in seen for k, v in row.items() if k.startswith("train/"))
+    assert seen[0]["train/grad_norm"] > 0
+    first = Run(config, Accelerator())
+    first.step()
+    first.save(tmp_path / "run")
+    again = Run(config, Accelerator())
+    assert again.restore(tmp_path / "run")
+    again.step()
+    ends = [states(straight), states(again)]
+    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
+    assert any(not torch.equal(ends[0][k], start[k]) for k in start if k.startswith("current/"))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "nft"])
+def test_the_first_update_of_a_rollout_finds_a_ratio_of_one(name, config):
+    config = told(config, name)
+    config.updates = 1
+    assert Run(config, Accelerator()).step()["train/ratio_off"] < 1e-5
+
+
+def test_a_second_update_moves_the_ratio(config):
+    seen = Run(told(config, "grpo"), Accelerator()).step()
+    assert seen["train/ratio_off"] > 1e-6
+
+
+@pytest.mark.parametrize("name", ["kv_routing", pytest.param("chunk_fork", marks=pytest.mark.slow),
+                                  pytest.param("grpo", marks=pytest.mark.slow)])  # fmt: skip
+def test_two_processes_give_one_process_s_update(name, config, tmp_path):
+    config = told(config, name)
+    data = dataclasses.asdict(config) | {"iterations": 1, "lr": 1e-4}
+    data["policy"] |= {"rank": 2, "targets": ["to_q", "to_v"]}
+    data["probe"]["every"] = 0
+    data["alarm"] = "off"
+    path, env = tmp_path / "config.yaml", {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ends, norms = {}, {}
+    for n in (1, 2):
+        path.write_text(yaml.safe_dump({**data, "name": f"p{n}"}))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n), "-m", "arvideo_rl"]
+        done = subprocess.run([sys.executable, *launch, "align", str(path)], env=env, capture_output=True, text=True,
+                              timeout=300)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        ends[n] = load_checkpoint(checkpoints(tmp_path / f"p{n}")[-1]).tensors
+        row = json.loads((tmp_path / f"p{n}" / "metrics.jsonl").read_text().splitlines()[0])
+        norms[n] = row["train/grad_norm"]
+    assert norms[1] == pytest.approx(norms[2], rel=1e-4)
+    assert all((ends[1][k] - ends[2][k]).abs().max() < 1e-5 for k in ends[1])
+
+
+def test_groups_taken_whole_are_not_split_over_processes(config):
+    from arvideo_rl.training.settings import check_groups
+
+    config = told(config, "chunk_fork")
+    objective = build_objective(config.objective, 2)
+    check_groups(config, objective, 2)
+    with pytest.raises(ConfigError, match="prompts_per_step=2 groups do not divide over 3 processes; use 3"):
+        check_groups(config, objective, 3)
+
+
+@pytest.mark.parametrize("path", sorted((presets() / "align").glob("*_tiny.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_builds_its_objective(path):
+    config = load(AlignConfig, str(path), [])
+    objective = build_objective(config.objective, config.frames // 3)
+    assert objective.exploration and config.rewards
+    assert config.name == path.stem or path.stem.startswith(("base", "debug", "naive"))
