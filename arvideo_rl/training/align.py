@@ -51,6 +51,8 @@ from samplers.forks import pivot_of
 from samplers.randomness import Key
 from samplers.stream import draw_from
 
+RATIO_OFF = 1e-3  # at the first update of a rollout: above rounding in bfloat16
+
 
 class Run:
     """One alignment run: what it holds between iterations and the two things it does, ``step`` and ``save``."""
@@ -78,6 +80,7 @@ class Run:
         self.memory = estimate(config, self.generator, sum(p.numel() for p in self.policies.parameters().values()))
         check_memory(self.memory, limit(accelerator.device))
         self.iteration = 0
+        self.told = False  # of a ratio that was not 1
         self.seconds = 0.0  # spent in steps, over all resumes
 
     def _check_prompts(self) -> None:
@@ -107,8 +110,11 @@ class Run:
             values = {name: from_first(value, record) for name, value in values.items()}
         adv, metrics = self._advantages(values, content, record)
         scored = time.time()
-        for _ in range(config.updates):
+        for i in range(config.updates):
             metrics |= self._update(record, adv)
+            if i == 0 and "train/ratio_off" in metrics:
+                metrics["train/first_ratio_off"] = metrics["train/ratio_off"]
+                self._check_ratio(metrics["train/first_ratio_off"])
         self.iteration += 1
         self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
         actions = prompts.actions[:, : clips.frames.shape[1]]
@@ -123,6 +129,15 @@ class Run:
         metrics |= {"seconds/rollout": rolled - begun, "seconds/reward": scored - rolled,
                     "seconds/update": time.time() - scored}  # fmt: skip
         return metrics
+
+    def _check_ratio(self, off: float) -> None:
+        """Say so, once, when the policy that made the rollouts and the one that trains on them are not the same."""
+        if off > RATIO_OFF and not self.told:
+            self.told = True
+            self.accelerator.print(
+                f"warning: at the first update of iteration {self.iteration + 1} a ratio is {off:.1g} away from 1: "
+                "rollout and update do not compute the same, so the trained policy is not the one that was sampled"
+            )
 
     def _rollouts(self, rows: list[int]) -> tuple[Record, Prompts]:
         """This process's share of prompts x group branches, drawn from the old policy."""

@@ -78,7 +78,22 @@ def test_the_first_update_of_a_rollout_finds_a_ratio_of_one(name, config):
 
 def test_a_second_update_moves_the_ratio(config):
     seen = Run(told(config, "grpo"), Accelerator()).step()
-    assert seen["train/ratio_off"] > 1e-6
+    assert seen["train/ratio_off"] > 1e-6 > seen["train/first_ratio_off"] - 1e-5
+
+
+def test_a_ratio_that_is_not_one_at_the_first_update_is_told_once(config, capsys):
+    run = Run(told(config, "grpo"), Accelerator())
+    with torch.no_grad():  # what samples is no longer what trains
+        for p in run.policies.parameters("old").values():
+            p.add_(0.5)
+    run.policies.old_is_current = False
+    for _ in range(2):
+        run.step()
+        with torch.no_grad():
+            for p in run.policies.parameters("old").values():
+                p.add_(0.5)
+        run.policies.old_is_current = False
+    assert capsys.readouterr().out.count("a ratio is") == 1
 
 
 @pytest.mark.parametrize("name", ["kv_routing", pytest.param("chunk_fork", marks=pytest.mark.slow),
