@@ -8,6 +8,7 @@ import torch
 from arvideo_rl.generators.context import Context
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.rope import turn
+from arvideo_rl.generators.spans import Span
 from arvideo_rl.generators.window import Window
 from samplers.kernels import forward
 from samplers.schedule import warped_levels
@@ -38,6 +39,21 @@ def roll(model, window, g):
 def test_a_streaming_rollout_equals_the_official_one(name, golden, golden_wan):
     g = golden("rollouts")
     torch.testing.assert_close(roll(golden_wan, ROLLOUTS[name], g), g[name], **CLOSE)
+
+
+def test_sinks_that_are_more_than_a_chunk_are_read_once_they_are_there(golden, golden_wan):
+    """LongLive v1.0 attends to all sink slots from the start, empty ones too, and keeps their first, noisy keys: with 6
+    sinks and chunks of 3 its very first frames are off, so there is no frame to agree on. Here a sink is an ordinary
+    frame that stays: until the window is full it is full attention, and then the frames between sinks and window go."""
+    g, window = golden("rollouts"), Window(3, 12, 6, "absolute")
+    out = roll(golden_wan, window, g)
+    torch.testing.assert_close(out[:, :12], g["full.absolute"][:, :12], **CLOSE)
+    assert (out[:, 12:15] - g["full.absolute"][:, 12:15]).abs().max() > 0.01
+    assert (g["l12s6.first"] - g["full.absolute"][:, :3]).abs().max() > 0.4
+    held = window.start()
+    for k in range(6):
+        held = window.commit(held, Span(3 * k, 3 * k + 3, (torch.zeros(1, 3, 1, 2),), (torch.zeros(1, 3, 1, 2),)))
+    assert held.held() == (0, 1, 2, 3, 4, 5, 15, 16, 17)
 
 
 def test_the_golden_rollouts_tell_every_policy_from_every_other(golden):

@@ -32,15 +32,16 @@ def test_moving_average_sinks_equal_the_official_ones(name, size, alpha, golden,
     torch.testing.assert_close(out, golden("ema_sinks")[f"{name}.latents"], **CLOSE)
 
 
-def test_the_average_itself_equals_the_official_one_after_every_chunk(golden, golden_wan):
+def test_the_average_itself_equals_the_official_one(golden, golden_wan):
     g = golden("ema_sinks")
     chunks = roll(golden_wan, Window(3, 9, 3, "adjacent", ema(0.9)), golden("rollouts"))
-    for k in range(1, 8):  # theirs is folded by the chunk that makes the cache roll, ours when the one before is done
+    # theirs is folded by the chunk that makes the cache roll, ours when the one before is done
+    for i, k in enumerate((1, 2, 7)):
         sinks = chunks[k - 1].context.spans[0].crop(0, 3)
         for layer in range(2):
-            torch.testing.assert_close(sinks.keys[layer], place(g[f"l9s3_a09.sink{layer}.k"][k][None], 4, 6), **CLOSE)
-            torch.testing.assert_close(sinks.values[layer][0], g[f"l9s3_a09.sink{layer}.v"][k], **CLOSE)
-    assert not torch.equal(g["l9s3_a09.sink0.k"][3], g["l9s3_a09.sink0.k"][2])
+            torch.testing.assert_close(sinks.keys[layer], place(g[f"l9s3_a09.sink{layer}.k"][i][None], 4, 6), **CLOSE)
+            torch.testing.assert_close(sinks.values[layer][0], g[f"l9s3_a09.sink{layer}.v"][i], **CLOSE)
+    assert not torch.equal(g["l9s3_a09.sink0.k"][1], g["l9s3_a09.sink0.k"][2])
 
 
 def test_where_sink_and_chunk_differ_only_the_frames_before_the_first_roll_are_theirs(golden, golden_wan):
