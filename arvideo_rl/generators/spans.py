@@ -51,6 +51,11 @@ class Span:
         parts = (tuple(map(function, part)) for part in (self.keys, self.values, self.sums))
         return Span(self.start, self.stop, *parts)
 
+    def alone(self) -> Span:
+        """The same span without memory of frames that it no longer has: copied where it is a part of a larger one."""
+        whole = self.keys[0].untyped_storage().nbytes() <= self.keys[0].nbytes or self.keys[0].requires_grad
+        return self if whole or self.keys[0].stride(0) == 0 else self.map(torch.Tensor.clone)
+
     def rows(self, rows: slice) -> Span:
         """The same span for part of the batch."""
         return self.map(lambda x: x[rows])

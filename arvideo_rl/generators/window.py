@@ -93,7 +93,7 @@ class Window:
             if self.linear and leaving is not None:
                 linear = fold(linear, leaving, span.stop)
             kept = [compress(leaving, span, self.compress)] if self.compress and leaving is not None else []
-            spans = [*sinks, *kept, *crop(spans, oldest, span.stop)]
+            spans = [s.alone() for s in (*sinks, *kept, *crop(spans, oldest, span.stop))]
         return replace(context, spans=tuple(spans), position=span.stop, gap=0, linear=linear, _rotated={})
 
     def chunks(self, frames: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ CLOSE = dict(rtol=0, atol=1e-5)
 
 def marked(start, stop, tokens=2):
     """A span whose keys and values hold their frame's index."""
-    frames = torch.arange(start, stop).float().repeat_interleave(tokens).view(1, -1, 1, 1).expand(1, -1, 1, 2)
+    frames = torch.arange(start, stop).float().repeat_interleave(tokens).view(1, -1, 1, 1).expand(1, -1, 1, 2).contiguous()
     return Span(start, stop, (frames, frames + 0.5), (-frames, -frames - 0.5))
 
 
@@ -135,6 +135,13 @@ def test_a_fork_shares_the_memory_of_what_it_keeps():
     kept = [(a, b) for a in context.spans for b in fork.spans if a.start == b.start]
     assert len(kept) == 2
     assert all(a.keys[0].data_ptr() == b.keys[0].data_ptr() for a, b in kept)
+
+
+def test_frames_that_left_leave_no_memory_behind():
+    context = held_after(Window(3, 8, 1), 6)
+    assert context.held() == (0, 14, 15, 16, 17)
+    bytes_held = sum(x.untyped_storage().nbytes() for s in context.spans for x in (*s.keys, *s.values))
+    assert bytes_held == sum(x.nbytes for s in context.spans for x in (*s.keys, *s.values))
 
 
 def test_a_sink_and_the_newest_frame_of_one_span_stay_in_order():
