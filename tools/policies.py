@@ -2,13 +2,14 @@
 
     python tools/policies.py [generator | run | checkpoint] [--policies plain ema_99 ...] [--frames 2001] [--streams 4]
     python tools/policies.py [generator | run | checkpoint] --switch [--policies keep cut ...] [--frames 240] [--at 120]
+    python tools/policies.py [generator | run | checkpoint] --cost
 
 All get the same prompts, commands and noise. The first form writes to --out, per policy, NAME.json (numbers of every
-segment as in tools/long_stream.py, seconds a chunk, bytes of context a stream) and NAME.png (nine frames of every
-stream), and drift.svg with the curves of all. A policy whose NAME.json is there is not streamed again. The second
-streams to frame --at, changes the prompt there and goes on from that one past in every way, with the camera still; it
-writes switch.json, switch.png and switch.svg: the share of the new and of the old prompt's colours that are seen, frame
-by frame, and beside them what the rendered world shows.
+segment as in tools/long_stream.py) and NAME.png (nine frames of every stream), and drift.svg with the curves of all. A
+policy whose NAME.json is there is not streamed again. The second streams to frame --at, changes the prompt there and
+goes on from that one past in every way, with the camera still; it writes switch.json, switch.png and switch.svg: the
+share of the new and of the old prompt's colours that are seen, frame by frame, and beside them what the rendered world
+shows. The third streams all policies in turn, chunk by chunk, and writes cost.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,12 +34,14 @@ from arvideo_rl.generators.window import AT_SWITCH
 from arvideo_rl.media import contact_sheet, write_sheet
 from arvideo_rl.report.curves import curves
 from arvideo_rl.training.aligned import load_any
-from arvideo_rl.training.drift import long_actions, segments
+from arvideo_rl.training.drift import SEED, long_actions, segments
 from arvideo_rl.training.following import continuations, jump, seen, switch_scenes
 from arvideo_rl.training.prompts import held_out_prompts
 from arvideo_rl.training.rundir import read_json, write_json, write_text
-from samplers.stream import Chunk
+from samplers.randomness import Key
+from samplers.stream import Chunk, draw_from
 
+STYLE = "joystick"
 CURVES = ("edges", "contrast", "saturation", "motion", "actions")
 
 
@@ -87,62 +91,94 @@ def bytes_of(context: Context) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def long_stream(generator: Generator, streams: int, frames: int, segment: int) -> tuple[dict, list[Tensor]]:
-    """(numbers, nine frames of every stream) under the settings that the generator has now."""
-    prompts = held_out_prompts(streams, 18, "joystick", skip=1000)
+def under(generator: Generator, settings: Streaming) -> Generator:
+    """The generator streamed with other settings."""
+    network = with_linear_state(generator.transformer) if settings.linear else generator.transformer
+    return replace(generator, transformer=network, streaming=settings)
+
+
+def long_stream(generator: Generator, streams: int, frames: int, segment: int) -> tuple[list[dict], list[Tensor]]:
+    """(numbers of every segment, nine frames of every stream)."""
+    prompts = held_out_prompts(streams, 18, STYLE, skip=1000)
+    marks = range(0, frames, max(1, frames // 8))
     shown: list[Tensor] = []
-    times, held = [time.perf_counter()], [0]
 
     def watch(chunk: Chunk, pixels: Tensor) -> None:
-        marks = range(0, frames, max(1, frames // 8))
         shown.extend(pixels[:, f - chunk.start] for f in marks if chunk.start <= f < chunk.start + pixels.shape[1])
-        times.append(time.perf_counter())
-        held.append(bytes_of(chunk.context))
 
-    found = segments(generator, generator.transformer, prompts, long_actions(streams, frames, "joystick"), segment,
-                     watch)  # fmt: skip
-    seconds = sorted(b - a for a, b in zip(times, times[1:]))
-    numbers = {
-        "seconds_per_chunk": seconds[len(seconds) // 10],  # what other work on the machine leaves alone
-        "context_bytes_per_stream": max(held) // streams,
-        "segments": [{k: v.tolist() for k, v in values.items()} for values in found],
-    }
-    return numbers, list(torch.stack(shown, 1))
+    actions = long_actions(streams, frames, STYLE)
+    with torch.no_grad():
+        found = segments(generator, generator.transformer, prompts, actions, segment, watch)
+    return [{k: v.tolist() for k, v in values.items()} for values in found], list(torch.stack(shown, 1))
 
 
-def drift(generator: Generator, source: str, names: list[str], args: argparse.Namespace) -> None:
+def drift(generator: Generator, names: list[str], args: argparse.Namespace) -> None:
     """Stream every policy that has not been, print a line for each, and draw the curves of all."""
-    table, network = policies(generator.streaming), generator.transformer
+    table = policies(generator.streaming)
     found = {}
-    print(f"{'policy':<14}{'ms/chunk':>9}{'KB/stream':>10}   first -> last segment: {', '.join(CURVES)}")
+    print(f"{'policy':<14}" + "".join(f"{key:>18}" for key in CURVES) + "   first -> last segment")
     for name in names:
-        asked = {"generator": source, "loaded": generator.said, "streams": args.streams, "frames": args.frames,
+        asked = {"generator": args.generator, "loaded": generator.said, "streams": args.streams, "frames": args.frames,
                  "segment": args.segment, "streaming": json.loads(json.dumps(asdict(table[name])))}  # fmt: skip
         path = args.out / f"{name}.json"
         if path.exists():
-            found[name] = read_json(path, "asked", "segments")
-            if found[name]["asked"] != asked:
+            if read_json(path, "asked", "segments")["asked"] != asked:
                 raise ValueError(f"{path} was measured with other settings; choose another --out")
+            found[name] = read_json(path)["segments"]
         else:
-            generator.streaming = table[name]
-            generator.transformer = with_linear_state(network) if table[name].linear else network
-            numbers, videos = long_stream(generator, args.streams, args.frames, args.segment)
+            found[name], videos = long_stream(under(generator, table[name]), args.streams, args.frames, args.segment)
             write_sheet(args.out / f"{name}.png", contact_sheet(videos, scale=2))
-            found[name] = {"asked": asked, **numbers}
-            write_json(path, found[name])
-        means = [{k: statistics.fmean(s[k]) for k in CURVES} for s in found[name]["segments"]]
-        trend = "  ".join(f"{means[0][k]:.3f} -> {means[-1][k]:.3f}" for k in CURVES)
-        print(f"{name:<14}{1000 * found[name]['seconds_per_chunk']:9.0f}"
-              f"{found[name]['context_bytes_per_stream'] / 1e3:10.0f}   {trend}", flush=True)  # fmt: skip
+            write_json(path, {"asked": asked, "segments": found[name]})
+        first, last = ({k: statistics.fmean(s[k]) for k in CURVES} for s in (found[name][0], found[name][-1]))
+        print(f"{name:<14}" + "".join(f"{f'{first[k]:.3f} -> {last[k]:.3f}':>18}" for k in CURVES), flush=True)
     panels = {
-        key: {name: [(i * args.segment, statistics.fmean(s[key])) for i, s in enumerate(one["segments"])]
+        key: {name: [(i * args.segment, statistics.fmean(s[key])) for i, s in enumerate(one)]
               for name, one in found.items()}
         for key in CURVES
     }  # fmt: skip
     write_text(args.out / "drift.svg", curves(panels))
 
 
-def switches(generator: Generator, source: str, names: list[str], args: argparse.Namespace) -> None:
+def costs(generator: Generator, names: list[str], args: argparse.Namespace) -> None:
+    """Advance a stream of every policy by a chunk in turn, so that a busy machine hits all alike. Chunks count once the
+    widest window is full; ratios are to the first policy's chunk of the same round."""
+    table = policies(generator.streaming)
+    full = 1 + max(s.window or 0 for s in table.values()) // generator.streaming.chunk
+    prompts = held_out_prompts(args.streams, 18, STYLE, skip=1000)
+    actions = long_actions(args.streams, args.frames, STYLE)
+    running: dict[str, Iterator[Chunk]] = {}
+    for name in names:
+        one = under(generator, table[name])
+        takes_actions = one.transformer.action_embedding is not None
+        draw = draw_from([Key(SEED, 0, p) for p in prompts.ids], one.latent_shape, one.transformer.device)
+        script = one.script(list(prompts.texts), actions if takes_actions else None)
+        running[name] = one.stream(one.transformer, script, draw, args.frames, to_continue=True)
+    rounds = len(table[names[0]].attention_window().chunks(args.frames))
+    if rounds < full + 2:
+        raise ValueError(
+            f"--frames {args.frames}: use {(full + 2) * generator.streaming.chunk} or more, to fill windows"
+        )
+    times: dict[str, list[float]] = {name: [] for name in names}
+    held = dict.fromkeys(names, 0)
+    for k in range(rounds):
+        for name, one in running.items():
+            begun = time.perf_counter()
+            context = next(one).context
+            if k >= full:
+                times[name].append(time.perf_counter() - begun)
+                held[name] = max(held[name], bytes_of(context) // args.streams)
+    print(f"{args.streams} streams; median ms/chunk, seconds over the first's [quartiles], KB of context a stream")
+    found = {}
+    for name in names:
+        ratios = [a / b for a, b in zip(times[name], times[names[0]])]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found[name] = {"seconds": times[name], "ratio": middle, "bytes": held[name]}
+        print(f"{name:<14}{1000 * statistics.median(times[name]):8.0f}{middle:8.2f} [{low:.2f}, {high:.2f}]"
+              f"{held[name] / 1e3:9.0f}")  # fmt: skip
+    write_json(args.out / "cost.json", {"generator": args.generator, "streams": args.streams, "policies": found})
+
+
+def switches(generator: Generator, names: list[str], args: argparse.Namespace) -> None:
     """Stream one past and its continuations; print and write what is seen after the switch."""
     at, after_it = args.at, args.frames - args.at
     before, after = switch_scenes(args.streams, args.frames, at)
@@ -157,7 +193,9 @@ def switches(generator: Generator, source: str, names: list[str], args: argparse
         found[name] = {"new": new.mean(0).tolist(), "old": old.mean(0).tolist(), "jump": jump(pixels, at)}
         cells = [f"{new[:, at + a : at + b].mean():.2f} / {old[:, at + a : at + b].mean():.2f}" for a, b in spans]
         print(f"{name:<15}" + "".join(f"{c:>13}" for c in cells) + f"{found[name]['jump']:7.1f}")
-    write_json(args.out / "switch.json", {"generator": source, "streams": args.streams, "switch": at, "seen": found})
+    write_json(
+        args.out / "switch.json", {"generator": args.generator, "streams": args.streams, "switch": at, "seen": found}
+    )
     shown = range(max(0, at - 12), min(args.frames, at + 60))
     panels = {f"{key} prompt's colours seen": {n: [(f - at, one[key][f]) for f in shown] for n, one in found.items()}
               for key in ("new", "old")}  # fmt: skip
@@ -172,8 +210,10 @@ def main() -> None:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("generator", nargs="?", default="tiny")
-    parser.add_argument("--switch", action="store_true", help="a prompt switch instead of a long stream")
-    parser.add_argument("--frames", type=int, help="default 2001, with --switch 240")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--switch", action="store_true", help="a prompt switch instead of long streams")
+    mode.add_argument("--cost", action="store_true", help="time and memory instead of long streams")
+    parser.add_argument("--frames", type=int, help="default 2001, with --switch 240, with --cost 120")
     parser.add_argument("--at", type=int, help="frame of the switch; default the middle")
     parser.add_argument("--segment", type=int, default=87)
     parser.add_argument("--streams", type=int, help="default 4, with --switch 32")
@@ -181,7 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("policies"))
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    usual = {"frames": 240, "streams": 32} if args.switch else {"frames": 2001, "streams": 4}
+    usual = {"frames": 240 if args.switch else 120 if args.cost else 2001, "streams": 32 if args.switch else 4}
     for key, value in usual.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
@@ -197,7 +237,7 @@ def main() -> None:
         for name in names:
             if name not in known:
                 raise ValueError(f"policy {name!r} is unknown; choose from: {', '.join(known)}")
-        (switches if args.switch else drift)(generator, args.generator, names, args)
+        (switches if args.switch else costs if args.cost else drift)(generator, names, args)
     except (ValueError, OSError) as error:
         sys.exit(f"policies: {error}")
 

@@ -76,7 +76,14 @@ def continuations(
     finally:
         generator.streaming = own
     size = next(iter(out.values())).shape[-1]
-    return out | {"(world)": torch.cat([render(before, size)[:, :at], render(after, size)[:, at:]], 1)}
+    return out | {"(world)": torch.cat([render(_part(before, 0, at), size), render(_part(after, at, frames), size)], 1)}
+
+
+def _part(scenes: Scenes, start: int, stop: int) -> Scenes:
+    """The scenes in frames [start, stop)."""
+    return replace(
+        scenes, **{k: getattr(scenes, k)[:, start:stop] for k in ("actions", "camera", "yaw", "centre", "spin")}
+    )
 
 
 def seen(pixels: Tensor, captions: Sequence[str]) -> Tensor:

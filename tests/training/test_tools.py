@@ -57,7 +57,6 @@ def test_policies_are_streamed_once_and_drawn_together(small, tmp_path, capsys, 
     linear, rope = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("linear", "infinity_rope"))
     assert len(linear["segments"]) == 3 and set(linear["segments"][0]) > {"edges", "contrast", "saturation", "actions"}
     assert rope["asked"]["streaming"]["window"] == 6 and linear["segments"] != rope["segments"]
-    assert linear["context_bytes_per_stream"] > rope["context_bytes_per_stream"]
     assert (tmp_path / "drift.svg").read_text().count("<polyline") == 2 * 5
     assert all((tmp_path / f"{name}.png").is_file() for name in ("linear", "infinity_rope"))
     with pytest.raises(SystemExit, match="linear.json was measured with other settings; choose another --out"):
@@ -70,6 +69,15 @@ def test_every_cache_policy_streams(small, tmp_path, capsys, monkeypatch):
     assert len(found) == 11 and found["linear"] == found["adjacent"], "its projection is zero until it is trained"
     del found["linear"], found["adaptive"]  # which may find no sink to replace
     assert len({str(x) for x in found.values()}) == 9
+
+
+def test_what_a_policy_costs(small, tmp_path, capsys, monkeypatch):
+    lines(capsys, monkeypatch, "policies.py", small, "--cost", "--frames", 27, "--streams", 2, "--out", tmp_path,
+          "--policies", "plain", "linear", "motionstream")  # fmt: skip
+    plain, linear, short = json.loads((tmp_path / "cost.json").read_text())["policies"].values()
+    token = 2 * 2 * 32 * 4  # a key and a value in each of two layers, 32 wide, in float32
+    assert plain["ratio"] == 1 and len(plain["seconds"]) == 9 - 5
+    assert plain["bytes"] == 9 * 4 * token and short["bytes"] == 6 * 4 * token and linear["bytes"] > plain["bytes"]
 
 
 def test_a_switch_is_taken_in_every_way_from_one_past(small, tmp_path, capsys, monkeypatch):
@@ -86,6 +94,7 @@ def test_what_the_policies_cannot_be_run_with_is_one_line(small, tmp_path, capsy
         (["--policies", "plain", "ring"], "policy 'ring' is unknown; choose from: plain, absolute, adjacent"),
         (["--switch", "--policies", "plain"], "policy 'plain' is unknown; choose from: keep, recache"),
         (["--switch", "--frames", 12, "--at", 4], "switch at frame 4: it must begin a chunk of 3"),
+        (["--cost", "--frames", 15], "--frames 15: use 21 or more, to fill windows"),
         (["--segment", 7], "segment of 7 frames: use a multiple of 3"),
         (["--streams", 0], "--streams 0: use 1 or more"),
     ):
