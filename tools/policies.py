@@ -116,7 +116,7 @@ def drift(generator: Generator, names: list[str], args: argparse.Namespace) -> N
     """Stream every policy that has not been, print a line for each, and draw the curves of all."""
     table = policies(generator.streaming)
     found = {}
-    print(f"{'policy':<14}" + "".join(f"{key:>18}" for key in CURVES) + "   first -> last segment")
+    print(f"{'policy':<14}" + "".join(f"{key:>18}" for key in CURVES) + "   first -> last quarter")
     for name in names:
         asked = {"generator": args.generator, "loaded": generator.said, "streams": args.streams, "frames": args.frames,
                  "segment": args.segment, "streaming": json.loads(json.dumps(asdict(table[name])))}  # fmt: skip
@@ -129,8 +129,10 @@ def drift(generator: Generator, names: list[str], args: argparse.Namespace) -> N
             found[name], videos = long_stream(under(generator, table[name]), args.streams, args.frames, args.segment)
             write_sheet(args.out / f"{name}.png", contact_sheet(videos, scale=2))
             write_json(path, {"asked": asked, "segments": found[name]})
-        first, last = ({k: statistics.fmean(s[k]) for k in CURVES} for s in (found[name][0], found[name][-1]))
-        print(f"{name:<14}" + "".join(f"{f'{first[k]:.3f} -> {last[k]:.3f}':>18}" for k in CURVES), flush=True)
+        means = {key: [statistics.fmean(s[key]) for s in found[name]] for key in CURVES}
+        some = -(-len(found[name]) // 4)
+        ends = [f"{statistics.fmean(x[:some]):.4f} -> {statistics.fmean(x[-some:]):.4f}" for x in means.values()]
+        print(f"{name:<14}" + "".join(f"{x:>18}" for x in ends), flush=True)
     panels = {
         key: {name: [(i * args.segment, statistics.fmean(s[key])) for i, s in enumerate(one)]
               for name, one in found.items()}
@@ -161,9 +163,9 @@ def costs(generator: Generator, names: list[str], args: argparse.Namespace) -> N
     times: dict[str, list[float]] = {name: [] for name in names}
     held = dict.fromkeys(names, 0)
     for k in range(rounds):
-        for name, one in running.items():
+        for name, chunks in running.items():
             begun = time.perf_counter()
-            context = next(one).context
+            context = next(chunks).context
             if k >= full:
                 times[name].append(time.perf_counter() - begun)
                 held[name] = max(held[name], bytes_of(context) // args.streams)

@@ -17,7 +17,7 @@ def test_the_rendered_world_follows_at_once():
 
 
 def test_the_camera_stands_still_after_the_switch():
-    before, after = switch_scenes(2, 12, 6)
+    before, after = switch_scenes(4, 24, 6)
     assert before.actions[:, 7:].eq(1).all() and before.yaw[:, 6:].eq(before.yaw[:, 6:7]).all()
     assert after.camera[:, 6:].eq(after.camera[:, 6:7]).all() and before.actions[:, 1:7].ne(1).any()
 
