@@ -60,6 +60,7 @@ def policies(own: Streaming) -> dict[str, Streaming]:
         "adaptive": replace(pinned, sinks="adaptive", threshold=0.2),
         "compress": replace(plain, sink=size // 2, compress=2),  # Deep Forcing: 10 of 21, 2, the rest recent
         "linear": replace(pinned, linear=True),
+        "weakened": replace(pinned, past_weight=0.3),
         "recompute": replace(plain, window=2 * chunk, recompute=True, past_weight=0.3),  # Krea
         "motionstream": replace(pinned, window=3 * chunk),
         "infinity_rope": replace(plain, window=2 * chunk, sink=1),

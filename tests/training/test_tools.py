@@ -66,9 +66,9 @@ def test_policies_are_streamed_once_and_drawn_together(small, tmp_path, capsys, 
 def test_every_cache_policy_streams(small, tmp_path, capsys, monkeypatch):
     lines(capsys, monkeypatch, "policies.py", small, "--frames", 18, "--segment", 18, "--streams", 1, "--out", tmp_path)
     found = {p.stem: json.loads(p.read_text())["segments"] for p in tmp_path.glob("*.json")}
-    assert len(found) == 11 and found["linear"] == found["adjacent"], "its projection is zero until it is trained"
+    assert len(found) == 12 and found["linear"] == found["adjacent"], "its projection is zero until it is trained"
     del found["linear"], found["adaptive"]  # which may find no sink to replace
-    assert len({str(x) for x in found.values()}) == 9
+    assert len({str(x) for x in found.values()}) == 10
 
 
 def test_what_a_policy_costs(small, tmp_path, capsys, monkeypatch):
