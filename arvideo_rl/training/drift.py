@@ -23,7 +23,7 @@ from arvideo_rl.world.scene import sample_actions
 from rewards.contract import Clips
 from rewards.inverse_dynamics import InverseDynamics
 from samplers.randomness import Key
-from samplers.stream import draw_from
+from samplers.stream import Chunk, draw_from
 
 PICTURE = ("brightness", "contrast", "edges")  # what must not drift
 SEED = 77_000_002
@@ -35,13 +35,19 @@ def long_actions(streams: int, frames: int, style: str) -> Tensor:
 
 
 def segments(
-    generator: Generator, model: Callable, prompts: Prompts, actions: Tensor, segment: int
+    generator: Generator,
+    model: Callable,
+    prompts: Prompts,
+    actions: Tensor,
+    segment: int,
+    watch: Callable[[Chunk, Tensor], None] | None = None,
 ) -> list[dict[str, Tensor]]:
     """Stream every prompt under its actions [B, T] and measure each ``segment`` frames as they come (memory does not
     grow with T). Returns one dict per segment of values [B]: brightness (mean luma, 0 to 1), contrast (its standard
-    deviation over a frame), edges (mean difference of neighbouring pixels), motion (mean change between frames), seam
-    (change into the first frame of a chunk over the change into the others; 1 = no jump) and actions (accuracy of the
-    held-out judge). ValueError unless segments are whole chunks, two at least."""
+    deviation over a frame), saturation (largest minus smallest channel), edges (mean difference of neighbouring
+    pixels), motion (mean change between frames), seam (change into the first frame of a chunk over the change into the
+    others; 1 = no jump) and actions (accuracy of the held-out judge). ``watch`` is shown every chunk with its pixels
+    [B, F, 3, H, W]. ValueError unless segments are whole chunks, two at least."""
     settings = generator.streaming
     if segment % settings.chunk or segment < 2 * settings.chunk:
         raise ValueError(
@@ -57,6 +63,8 @@ def segments(
     chunks = generator.stream(model, script, draw, frames, in_place=True)
     for chunk in track(chunks, "streaming", frames // settings.chunk, disable=hidden()):
         held.append(decode(chunk.latents).float().cpu())
+        if watch is not None:
+            watch(chunk, held[-1])
         done = chunk.start + settings.chunk
         if done % segment == 0 or done >= frames:
             pixels, first = torch.cat(held, 1), done - settings.chunk * len(held)
@@ -80,6 +88,7 @@ def measure(pixels: Tensor, actions: Tensor, chunk: int, judge: InverseDynamics,
     return {
         "brightness": look["brightness"],
         "contrast": look["contrast"],
+        "saturation": look["saturation"],
         "edges": (across + down) / 2,
         "motion": change.mean(1),
         "seam": change[:, into_first].mean(1) / change[:, ~into_first].mean(1).clamp_min(1e-6),

@@ -64,3 +64,58 @@ def test_a_stream_that_drifts_is_an_exit_code(small, capsys, monkeypatch):
     out = capsys.readouterr().out.splitlines()
     verdict = out[-2]
     assert len(json.loads(out[-1])) == 3 and end.value.code == (0 if verdict.startswith("no drift") else 1)
+
+
+def test_policies_are_streamed_once_and_drawn_together(small, tmp_path, capsys, monkeypatch):
+    words = ("policies.py", small, "--frames", 18, "--segment", 6, "--streams", 2, "--out", tmp_path)
+    lines(capsys, monkeypatch, *words, "--policies", "linear")
+    written = (tmp_path / "linear.json").stat().st_mtime_ns
+    lines(capsys, monkeypatch, *words, "--policies", "linear", "infinity_rope")
+    assert (tmp_path / "linear.json").stat().st_mtime_ns == written, "streamed again"
+    linear, rope = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("linear", "infinity_rope"))
+    assert len(linear["segments"]) == 3 and set(linear["segments"][0]) > {"edges", "contrast", "saturation", "actions"}
+    assert rope["asked"]["streaming"]["window"] == 6 and linear["segments"] != rope["segments"]
+    assert (tmp_path / "drift.svg").read_text().count("<polyline") == 2 * 5
+    assert all((tmp_path / f"{name}.png").is_file() for name in ("linear", "infinity_rope"))
+    with pytest.raises(SystemExit, match="linear.json was measured with other settings; choose another --out"):
+        lines(capsys, monkeypatch, *words, "--streams", 3, "--policies", "linear")
+
+
+def test_every_cache_policy_streams(small, tmp_path, capsys, monkeypatch):
+    lines(capsys, monkeypatch, "policies.py", small, "--frames", 18, "--segment", 18, "--streams", 1, "--out", tmp_path)
+    found = {p.stem: json.loads(p.read_text())["segments"] for p in tmp_path.glob("*.json")}
+    assert len(found) == 12 and found["linear"] == found["adjacent"], "its projection is zero until it is trained"
+    del found["linear"], found["adaptive"]  # which may find no sink to replace
+    assert len({str(x) for x in found.values()}) == 10
+
+
+def test_what_a_policy_costs(small, tmp_path, capsys, monkeypatch):
+    lines(capsys, monkeypatch, "policies.py", small, "--cost", "--frames", 27, "--streams", 2, "--out", tmp_path,
+          "--policies", "plain", "linear", "motionstream")  # fmt: skip
+    plain, linear, short = json.loads((tmp_path / "cost.json").read_text())["policies"].values()
+    token = 2 * 2 * 32 * 4  # a key and a value in each of two layers, 32 wide, in float32
+    assert plain["ratio"] == 1 and len(plain["seconds"]) == 9 - 5
+    assert plain["bytes"] == 9 * 4 * token and short["bytes"] == 6 * 4 * token and linear["bytes"] > plain["bytes"]
+
+
+def test_a_switch_is_taken_in_every_way_from_one_past(small, tmp_path, capsys, monkeypatch):
+    lines(capsys, monkeypatch, "policies.py", small, "--switch", "--frames", 18, "--at", 12, "--streams", 2,
+          "--out", tmp_path)  # fmt: skip
+    found = json.loads((tmp_path / "switch.json").read_text())["seen"]
+    assert set(found) == {"keep", "recache", "recache_joint", "flush", "cut", "(world)"}
+    assert len(found["keep"]["new"]) == 18 and len({one["jump"] for one in found.values()}) == 6
+    assert found["(world)"]["new"][12] == 1 and found["(world)"]["old"][12] == 0 and (tmp_path / "switch.png").is_file()
+
+
+def test_what_the_policies_cannot_be_run_with_is_one_line(small, tmp_path, capsys, monkeypatch):
+    for words, says in (
+        (["--policies", "plain", "ring"], "policy 'ring' is unknown; choose from: plain, absolute, adjacent"),
+        (["--switch", "--policies", "plain"], "policy 'plain' is unknown; choose from: keep, recache"),
+        (["--switch", "--frames", 12, "--at", 4], "switch at frame 4: it must begin a chunk of 3"),
+        (["--cost", "--frames", 15], "--frames 15: use 21 or more, to fill windows"),
+        (["--segment", 7], "segment of 7 frames: use a multiple of 3"),
+        (["--streams", 0], "--streams 0: use 1 or more"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            lines(capsys, monkeypatch, "policies.py", small, *words, "--out", tmp_path)
+    assert not list(tmp_path.iterdir())
