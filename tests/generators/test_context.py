@@ -18,7 +18,8 @@ CLOSE = dict(rtol=0, atol=1e-5)
 
 def marked(start, stop, tokens=2):
     """A span whose keys and values hold their frame's index."""
-    frames = torch.arange(start, stop).float().repeat_interleave(tokens).view(1, -1, 1, 1).expand(1, -1, 1, 2).contiguous()
+    x = torch.arange(start, stop).float().repeat_interleave(tokens).view(1, -1, 1, 1)
+    frames = x.expand(1, -1, 1, 2).contiguous()
     return Span(start, stop, (frames, frames + 0.5), (-frames, -frames - 0.5))
 
 
