@@ -61,7 +61,11 @@ class Window:
             )
         if self.fold is not None and (self.compress or self.linear):
             raise ValueError("sinks that change go with neither compress nor linear: each uses what leaves")
-
+        if (self.fold is not None or self.linear) and self.at_switch.startswith("recache"):
+            raise ValueError(
+                f"at_switch {self.at_switch} runs frames again that sinks which change or a linear state have taken in "
+                "already; choose keep, flush or cut"
+            )
         rolls = "compress" if self.compress else "linear" if self.linear else ""
         if rolls and (self.size is None or self.positions == "absolute"):
             raise ValueError(f"{rolls} needs a window and adjacent positions, not {self.size} and {self.positions}")

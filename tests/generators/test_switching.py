@@ -7,6 +7,7 @@ import torch
 
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.rope import turn
+from arvideo_rl.generators.sinks import ema
 from arvideo_rl.generators.switching import CUT
 from arvideo_rl.generators.window import Window
 from arvideo_rl.objectives.record import walk
@@ -156,3 +157,11 @@ def test_an_update_recaches_as_the_stream_did(golden, golden_wan):
 def test_unknown_switches_are_refused(bad, words):
     with pytest.raises(ValueError, match=words):
         Window(**(dict(chunk=3, size=9, sink=3) | bad))
+
+
+@pytest.mark.parametrize("policy", [dict(fold=ema(0.9)), dict(linear=True)], ids=["ema", "linear"])
+def test_what_has_been_taken_in_is_not_taken_in_again(policy):
+    for how in ("recache", "recache_joint"):
+        with pytest.raises(ValueError, match=f"at_switch {how} runs frames again .*; choose keep, flush or cut"):
+            Window(3, 9, 3, at_switch=how, **policy)
+    assert Window(3, 9, 3, at_switch="flush", **policy)
