@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -147,21 +147,19 @@ def _file(path: Path, given: float | None, how: Reading) -> Video:
     if path.stat().st_size == 0:
         raise VideoError(path, "content:empty", "the file is empty")
     filters = []
-    if how.sample_fps:
-        stated = given or _stated_rate(path)
-        if how.sample_fps > stated * 1.001 > 0:
-            raise VideoError(path, "input:sample_fps", _too_fast(how.sample_fps, stated))
-        # A given rate replays the frames at another speed, before they are picked.
+    if how.sample_fps:  # a given rate replays the frames at another speed, before they are picked
         filters = [f"setpts=N/({frame_rate(given)})/TB"] if given else []
         filters += [f"fps={frame_rate(how.sample_fps)}"]
     with tempfile.NamedTemporaryFile("r") as times:
         with closing(_ffmpeg(path, filters, times.name, how.seconds)) as stream:
             frames = _gather(path, stream, how)
         moments = [float(x) for x in times.read().split() if re.fullmatch(r"-?[\d.]+", x)]
+    stated = _stated_rate(path)
     if how.sample_fps:
+        if how.sample_fps > (given or stated) * 1.001 > 0:
+            raise VideoError(path, "input:sample_fps", _too_fast(how.sample_fps, given or stated))
         return Video(frames, float(how.sample_fps))
     note = _uneven(moments[: len(frames)])
-    stated = _stated_rate(path)
     if given is None and not (math.isfinite(stated) and stated > 0):
         raise VideoError(path, "content:no_rate", "the file states no frame rate; pass fps")
     if given is not None and math.isfinite(stated) and stated > 0 and abs(given / stated - 1) > 0.01:
@@ -169,7 +167,7 @@ def _file(path: Path, given: float | None, how: Reading) -> Video:
     return Video(frames, given or stated, note)
 
 
-def _ffmpeg(path: Path, filters: list[str], times: str, seconds: float | None) -> Iterator[np.ndarray]:
+def _ffmpeg(path: Path, filters: list[str], times: str, seconds: float | None) -> Generator[np.ndarray, None, None]:
     """The frames as they are decoded, uint8 [H, W, 3]; the moment of each is written to the file ``times``."""
     # PPM pictures carry their own size. passthrough: no frame is repeated or dropped. xerror: no half-read file.
     rate = [] if filters else ["-fps_mode", "passthrough"]
@@ -183,7 +181,12 @@ def _ffmpeg(path: Path, filters: list[str], times: str, seconds: float | None) -
         )  # fmt: skip
         assert process.stdout is not None
         late = threading.Event()
-        timer = threading.Timer(seconds or threading.TIMEOUT_MAX, lambda: (late.set(), process.kill()))
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds or threading.TIMEOUT_MAX, give_up)
         timer.daemon = True
         timer.start()
         try:
