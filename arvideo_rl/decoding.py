@@ -95,10 +95,13 @@ def decode(path: str | Path, how: Reading = Reading()) -> Video:
 
 
 def is_animated(path: Path) -> bool:
-    """Whether an image file holds more than one picture; False for what is no image."""
-    with suppress(OSError, ValueError), Image.open(path) as image:
-        return getattr(image, "is_animated", False)
-    return False
+    """Whether a .webp says that it holds more than one picture; a damaged one may."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(21)
+    except OSError:
+        return False
+    return head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and bool(head[20] & 2)
 
 
 def frame_rate(fps: Rate) -> Fraction:
@@ -150,33 +153,32 @@ def _file(path: Path, given: float | None, how: Reading) -> Video:
     if how.sample_fps:  # a given rate replays the frames at another speed, before they are picked
         filters = [f"setpts=N/({frame_rate(given)})/TB"] if given else []
         filters += [f"fps={frame_rate(how.sample_fps)}"]
-    with tempfile.NamedTemporaryFile("r") as times:
-        with closing(_ffmpeg(path, filters, times.name, how.seconds)) as stream:
+    with tempfile.TemporaryDirectory() as notes:
+        with closing(_ffmpeg(path, filters, Path(notes), how.seconds)) as stream:
             frames = _gather(path, stream, how)
-        moments = [float(x) for x in times.read().split() if re.fullmatch(r"-?[\d.]+", x)]
-    stated = _stated_rate(path)
+        stated, note = _rate(path, Path(notes), sampled=bool(filters))
     if how.sample_fps:
         if how.sample_fps > (given or stated) * 1.001 > 0:
             raise VideoError(path, "input:sample_fps", _too_fast(how.sample_fps, given or stated))
         return Video(frames, float(how.sample_fps))
-    note = _uneven(moments[: len(frames)])
-    if given is None and not (math.isfinite(stated) and stated > 0):
+    if given is None and not stated:
         raise VideoError(path, "content:no_rate", "the file states no frame rate; pass fps")
-    if given is not None and math.isfinite(stated) and stated > 0 and abs(given / stated - 1) > 0.01:
+    if given is not None and stated and abs(given / stated - 1) > 0.01:
         note = f"fps {given:g} was given, the file states {stated:.6g}"
     return Video(frames, given or stated, note)
 
 
-def _ffmpeg(path: Path, filters: list[str], times: str, seconds: float | None) -> Generator[np.ndarray, None, None]:
-    """The frames as they are decoded, uint8 [H, W, 3]; the moment of each is written to the file ``times``."""
+def _ffmpeg(path: Path, filters: list[str], notes: Path, seconds: float | None) -> Generator[np.ndarray, None, None]:
+    """The frames as they are decoded, uint8 [H, W, 3]. The folder ``notes`` gets what :func:`_rate` reads."""
     # PPM pictures carry their own size. passthrough: no frame is repeated or dropped. xerror: no half-read file.
-    rate = [] if filters else ["-fps_mode", "passthrough"]
-    chosen = ["-vf", ",".join(filters)] if filters else []
-    stats = ["-stats_enc_pre", times, "-stats_enc_pre_fmt", "{ti}"]
-    output = [*chosen, *rate, "-c:v", "ppm", "-pix_fmt", "rgb24", *stats, "-f", "image2pipe", "-"]
+    chosen = ["-vf", ",".join(filters)] if filters else ["-fps_mode", "passthrough"]
+    stats = ["-stats_enc_pre", str(notes / "moments"), "-stats_enc_pre_fmt", "{ptsi} {tbi}"]
+    pictures = ["-map", "0:v:0", *chosen, "-c:v", "ppm", "-pix_fmt", "rgb24", *stats, "-f", "image2pipe", "-"]
+    # A second output of one frame, whose head holds the stated rate as a fraction.
+    stated = ["-map", "0:v:0", "-frames:v", "1", "-pix_fmt", "gray", "-f", "yuv4mpegpipe", str(notes / "head")]
     with tempfile.TemporaryFile() as said:  # a pipe nobody reads could fill up and stop it
         process = subprocess.Popen(
-            command(["-xerror", "-i", str(Path(os.path.abspath(path))), "-map", "0:v:0", *output]),
+            command(["-xerror", "-i", os.path.abspath(path), *pictures, *stated]),
             stdout=subprocess.PIPE, stderr=said, bufsize=1 << 20,
         )  # fmt: skip
         assert process.stdout is not None
@@ -191,14 +193,16 @@ def _ffmpeg(path: Path, filters: list[str], times: str, seconds: float | None) -
         timer.start()
         try:
             yield from _pictures(path, process.stdout)
-            if process.wait():
+            failed = process.wait()
+            said.seek(0)
+            complaint = said.read()
+            if not failed and b"ended prematurely" in complaint:  # a cut .mkv is no error to ffmpeg
+                raise VideoError(path, "content:damaged", "cannot read: the file is cut off")
+            if failed:
                 if late.is_set():
                     raise VideoError(path, "system:timeout", f"decoding took more than {seconds:g} s")
-                said.seek(0)
-                complaint = first_complaint(said.read())
-                silent = "matches no streams" in complaint
-                kind = "content:no_video" if silent else "content:damaged"
-                raise VideoError(path, kind, f"cannot read: ffmpeg says: {complaint}")
+                kind = "content:no_video" if b"matches no streams" in complaint else "content:damaged"
+                raise VideoError(path, kind, f"cannot read: ffmpeg says: {first_complaint(complaint)}")
         finally:
             timer.cancel()
             process.kill()  # nothing to it that has ended
@@ -302,11 +306,26 @@ def _animation(path: Path) -> Iterator[np.ndarray]:
         raise VideoError(path, "content:damaged", f"cannot read this animation: {error}") from None
 
 
-def _stated_rate(path: Path) -> float:
-    """Mean frames a second of a file that was decoded. Not ffmpeg's word: it prints two decimals, 23.98 for 23.976."""
-    if path.suffix.lower() == ".gif":  # OpenCV guesses here: it takes the shortest delay for all of them
-        return _delays(path)
-    return cv2.VideoCapture(os.path.abspath(path)).get(cv2.CAP_PROP_FPS)
+def _rate(path: Path, notes: Path, sampled: bool) -> tuple[float, str]:
+    """(mean frames a second, 0 if unknown; a note when it varies) of a file that was decoded, by its own word where
+    that agrees with the moments of the frames. No other library opens the file here: what ffmpeg survives as a process
+    of its own may end this one."""
+    if path.suffix.lower() == ".gif":  # its last delay counts too
+        return _delays(path), ""
+    head = (notes / "head").read_bytes()[:200] if (notes / "head").exists() else b""
+    said = re.search(rb" F(\d+):(\d+) ", head)
+    stated = int(said[1]) / int(said[2]) if said and int(said[2]) else 0.0
+    if sampled:
+        return stated, ""
+    lines = [line.split() for line in (notes / "moments").read_text().splitlines()]
+    moments = [int(n) * Fraction(unit) for n, unit in lines if n.lstrip("-").isdigit()]
+    span = moments[-1] - moments[0] if len(moments) > 1 else Fraction(0)
+    if span <= 0:
+        return stated, ""
+    mean = float((len(moments) - 1) / span)
+    note = _uneven(moments)
+    agrees = abs(float(span) - (len(moments) - 1) / stated) <= max(0.01 * float(span), TIMESTAMP) if stated else False
+    return (stated, "") if agrees and not note else (mean, note)
 
 
 def _delays(path: Path) -> float:
@@ -323,11 +342,9 @@ def _delays(path: Path) -> float:
     return 1000 * len(delays) / sum(delays) if sum(delays) else 0.0
 
 
-def _uneven(moments: list[float]) -> str:
+def _uneven(moments: list[Fraction]) -> str:
     """A note when the gaps between ``moments`` (seconds) differ."""
-    gaps = [b - a for a, b in zip(moments, moments[1:])]
-    if len(gaps) < 2:
-        return ""
+    gaps = [float(b - a) for a, b in zip(moments, moments[1:])]
     usual = statistics.median(gaps)
     if max(abs(g - usual) for g in gaps) <= max(UNEVEN * usual, TIMESTAMP) or min(gaps) <= 0:
         return ""

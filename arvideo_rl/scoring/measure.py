@@ -89,11 +89,15 @@ def _measure(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, V
         if reason is None:
             if job.config.maps and hasattr(reward, "maps"):
                 _draw(job, reward, frames[i : i + 1], clips[i : i + 1])
-            parts = {k: float(v[i]) for k, v in scores.components.items() if v.ndim == 1}
+            parts = {k: _finite(float(v[i])) for k, v in scores.components.items() if v.ndim == 1}
             out.append({"value": float(scores.value[i]), "components": parts, "reason": "", "detail": ""})
         else:
             out.append(_bad(reason, ""))
     return out
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def _draw(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> None:

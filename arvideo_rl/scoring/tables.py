@@ -20,13 +20,13 @@ def write(path: Path, rows: list[Row], summary: dict[str, Any]) -> None:
     if path.suffix.lower() == ".parquet":
         data = _parquet(columns, table)
     elif path.suffix.lower() == ".jsonl":
-        data = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in table).encode()
+        data = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in table).encode("utf-8", "backslashreplace")
     else:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(table)
-        data = text.getvalue().encode()
+        data = text.getvalue().encode("utf-8", "backslashreplace")
     write_bytes(path, data)
     write_json(summary_path(path), summary)
 
