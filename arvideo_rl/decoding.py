@@ -337,8 +337,8 @@ def _delays(path: Path) -> float:
                 image.seek(i)
                 image.load()  # a webp knows the delay of a picture only when it is decoded
                 delays.append(image.info.get("duration", 0))
-    except (OSError, ValueError, EOFError):
-        return 0.0
+    except (OSError, ValueError, EOFError) as error:
+        raise VideoError(path, "content:damaged", f"cannot read this animation: {error}") from None
     return 1000 * len(delays) / sum(delays) if sum(delays) else 0.0
 
 

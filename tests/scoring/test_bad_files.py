@@ -35,6 +35,7 @@ GOOD = {  # file -> (frames, width, height, fps, what the note says)
     LONG: (6, 32, 48, 8, ""),
     r"[red]a[bold]\x0a.mp4": (6, 32, 48, 8, ""),
     r"caf\xe9.mp4": (6, 32, 48, 8, ""),
+    "size_changes.mpg": (25, 32, 48, 25, ""),  # shown at its first size, as players do
     "upper.MP4": (6, 32, 48, 8, ""),
     "link.mp4": (6, 32, 48, 8, ""),
 }
@@ -48,7 +49,6 @@ BAD = {  # file -> (reason, part of the detail)
     "no_frames.avi": ("content:damaged", "cannot read"),
     "no_streams.mp4": ("content:no_video", "matches no streams"),
     "sound.mp4": ("content:no_video", "matches no streams"),
-    "size_changes.ts": ("content:size_changes", "a video has one size"),
     "pipe.mp4": ("content:no_video", "neither a file nor a folder"),
     "cut.webp": ("content:damaged", "cannot read this animation"),
     "frames": ("input:fps", "states no frame rate"),
@@ -97,11 +97,11 @@ def zoo(tmp_path_factory):
     ffmpeg("-f", "lavfi", "-i", "sine=d=0.2", top / "sound.mp4")
     ffmpeg("-i", plain, "-c:v", "mpeg4", "-frames:v", 0, top / "no_frames.avi")
     ffmpeg("-i", plain, "-frames:v", 0, top / "no_streams.mp4")
-    for name, size in (("a", "32x48"), ("b", "64x48")):
-        ffmpeg("-f", "lavfi", "-i", f"testsrc=r=8:s={size}:d=0.5", "-c:v", "mpeg2video", "-r", 25, top / f"{name}.ts")
-    (top / "size_changes.ts").write_bytes((top / "a.ts").read_bytes() + (top / "b.ts").read_bytes())
-    (top / "a.ts").rename(top / "growing.ts")
-    (top / "b.ts").unlink()
+    mpeg = ("-c:v", "mpeg2video", "-r", 25)
+    for i, size in enumerate(("32x48", "64x48")):
+        ffmpeg("-f", "lavfi", "-i", f"testsrc=r=25:s={size}:d=0.5", *mpeg, "-f", "mpeg2video", top / f"{i}.part")
+    (top / "size_changes.mpg").write_bytes((top / "0.part").read_bytes() + (top / "1.part").read_bytes())
+    ffmpeg("-i", plain, *mpeg, top / "growing.ts")
     (top / "empty.mp4").touch()
     (top / "zeros.mp4").write_bytes(bytes(5000))
     (top / "text.mp4").write_text("not a video\n" * 99)
