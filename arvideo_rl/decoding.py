@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real

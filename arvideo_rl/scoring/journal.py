@@ -71,6 +71,9 @@ def _read(path: Path, settings: dict[str, Any], out: Path) -> tuple[list[Row], i
     """The rows of whole batches, and how many bytes they and the settings take."""
     way_out = f"delete {path} or choose another out"
     data = path.read_bytes()
+    begin = json.dumps({"arvideo score": VERSION}).encode()[:-1]
+    if data.rstrip(b"\0")[: len(begin)] != begin[: len(data.rstrip(b"\0"))]:
+        raise ConfigError(f"{path} was not begun by this version of arvideo score; {way_out}")
     rows: list[Row] = []
     batch: list[Row] = []
     whole = at = 0
@@ -83,9 +86,7 @@ def _read(path: Path, settings: dict[str, Any], out: Path) -> tuple[list[Row], i
         if not line.endswith(b"\n") or not isinstance(row, dict):
             break
         if not whole:
-            theirs = row.get("settings")
-            if row.get("arvideo score") != VERSION or not isinstance(theirs, dict):
-                raise ConfigError(f"{path} was not begun by this version of arvideo score; {way_out}")
+            theirs = row["settings"]
             if odd := [k for k in settings if theirs.get(k) != settings[k]]:
                 were = "; ".join(f"{k} was {json.dumps(theirs.get(k))}, is {json.dumps(settings[k])}" for k in odd)
                 raise ConfigError(f"{out} was begun with other settings ({were}); {way_out}")

@@ -219,7 +219,9 @@ def test_every_mistake_in_a_manifest_is_the_reason_in_its_row(tmp_path):
     rows = score_videos(tmp_path / "m.jsonl", length, out=str(tmp_path / "s.jsonl")).rows
     assert [r["reason"] for r in rows] == [reason for _, reason in MANIFEST] + ["input:row", "input:row"]
     for number, row in zip([*range(1, len(lines) + 2), len(lines) + 3], rows):
-        assert not row["reason"].startswith("input:") or "input:no_" in row["reason"] or f"line {number}" in row["detail"]
+        assert (
+            not row["reason"].startswith("input:") or "input:no_" in row["reason"] or f"line {number}" in row["detail"]
+        )
     assert rows[0]["value"] == 10 and rows[0]["given"] == {"id": 7}
     fast = rows[15]
     assert fast["fps"] == pytest.approx(24000 / 1001) and "the file states 8" in fast["note"]
