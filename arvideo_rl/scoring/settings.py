@@ -14,7 +14,6 @@ from arvideo_rl.config import ConfigError, check_choice, check_ranges
 from arvideo_rl.outputs import check_file, check_folder
 from arvideo_rl.scoring.inputs import Task, check_names, check_pairs, collect
 from arvideo_rl.training.prompts import list_actions
-from arvideo_rl.training.settings import Method
 from rewards import registry
 from rewards.contract import NEEDS, Reward
 
@@ -26,12 +25,20 @@ FREE = ("workers", "out")  # may change when a stopped command goes on: they cha
 
 
 @dataclass
+class Named:
+    """One of several rewards."""
+
+    target: str = ""  # a short name, or module:attribute
+    args: dict[str, Any] = field(default_factory=dict)  # its arguments
+
+
+@dataclass
 class ScoreConfig:
     """What ``arvideo score`` reads."""
 
     reward: str = DEFAULT  # a short name (arvideo rewards list) or module:attribute; several parted by commas
     args: dict[str, Any] = field(default_factory=dict)  # arguments of the reward, e.g. args.score=accuracy
-    rewards: dict[str, Method] = field(default_factory=dict)  # several, each with a name and arguments, instead
+    rewards: dict[str, Named] = field(default_factory=dict)  # several, each with a name and arguments, instead
     compare: str = ""  # score these too and compare: a folder, glob or manifest; partners have the same name
     actions: str = ""  # commanded actions for every file, e.g. 'turn left*17'; else a manifest's, else FILE.json's
     prompt: str = ""  # prompt for every file; else a manifest's, else that of FILE.json

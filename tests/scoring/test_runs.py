@@ -356,6 +356,21 @@ def test_the_command_line_scores_with_several_rewards_and_names_worst_and_best(c
     assert said(capsys, *line, "--dry-run")[1].startswith("would score 8 files with moves, red on cpu")
 
 
+def test_a_name_is_shown_as_it_is_and_an_interruption_says_how_to_go_on(clips, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(clips / "clip_0.gif", tmp_path / "[red]a[bold].gif")
+    code, out, err = said(capsys, "score", "[red]a[bold].gif", f"actions={ACTIONS}")
+    assert code == 0 and "[red]a[bold].gif" in out
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "score_batch", interrupted)
+    code, out, err = said(capsys, "score", str(clips), f"actions={ACTIONS}", "out=s.csv")
+    assert code == 130 and "0 of 8 files are in s.csv.partial; the same command goes on" in err and not out
+    assert "with out=scores.csv" in said(capsys, "score", str(clips), f"actions={ACTIONS}")[2]
+
+
 def test_a_recipe_may_hold_the_settings(clips, tmp_path, capsys):
     (tmp_path / "judge.yaml").write_text(f"reward: inverse_dynamics\nargs: {{score: accuracy}}\nactions: {ACTIONS}\n")
     code, out, err = said(capsys, "score", str(clips), str(tmp_path / "judge.yaml"), "batch=1")
@@ -381,3 +396,24 @@ def test_killed_and_continued_equals_uninterrupted(clips, tmp_path):
     done = subprocess.run([*command, "out=cut.csv"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "were scored before the command was stopped" in done.stdout
     assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_the_two_lines_of_the_documentation_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "videos", 2)
+    page = (Path(__file__).parents[2] / "docs" / "score.md").read_text()
+    lines = page.split("```python\n")[1].split("```")[0]
+    assert len(lines.strip().splitlines()) == 2
+    scope: dict = {}
+    exec(lines, scope)
+    assert scope["result"].summary["inverse_dynamics"]["scored"] == 2
+
+
+def test_scoring_starts_without_the_libraries_of_training():
+    """They take longer to import than a few clips take to score."""
+    check = (
+        "import arvideo_rl.scoring, sys; print({'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules))"
+    )
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", check], env=os.environ | root, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
