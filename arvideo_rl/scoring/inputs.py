@@ -211,8 +211,9 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Any] | str]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            row = f"is not JSON ({error})"
-        out.append((number, row if isinstance(row, (dict, str)) else "is not a JSON object"))
+            out.append((number, f"is not JSON ({error})"))
+        else:
+            out.append((number, row if isinstance(row, dict) else "is not a JSON object"))
     return out
 
 

@@ -124,6 +124,7 @@ def _clips(reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> C
         actions = torch.tensor(laid, dtype=torch.int64).reshape(len(clips), -1).to(frames.device)
     prompts = [task.prompt or "" for task, _ in clips] if "prompts" in reward.needs else None
     fps = torch.tensor([video.fps for _, video in clips], dtype=torch.float64)
+    fps = fps if frames.device.type == "mps" else fps.to(frames.device)  # which has no float64
     return Clips(frames, fps, prompts, actions)
 
 

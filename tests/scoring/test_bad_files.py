@@ -1,6 +1,7 @@
 """Every kind of file that people really have, good and bad: a row with a number or a reason, and a summary that adds
 up. Nothing here ends a command early."""
 
+import csv
 import json
 import os
 import shutil
@@ -200,6 +201,7 @@ MANIFEST = [  # (row, reason)
     ({"prompt": "x"}, "input:path"),
     ({"path": 3}, "input:path"),
     ([1], "input:row"),
+    ("text", "input:row"),
     ({"path": "a.mp4", "prompt": "x", "fps": "24000/1001", "value": "lone \ud800"}, ""),
     ({"path": "a.mp4", "prompt": "x" * 200_000}, ""),
 ]
@@ -223,10 +225,10 @@ def test_every_mistake_in_a_manifest_is_the_reason_in_its_row(tmp_path):
             not row["reason"].startswith("input:") or "input:no_" in row["reason"] or f"line {number}" in row["detail"]
         )
     assert rows[0]["value"] == 10 and rows[0]["given"] == {"id": 7}
-    fast = rows[15]
+    fast = rows[16]
     assert fast["fps"] == pytest.approx(24000 / 1001) and "the file states 8" in fast["note"]
     written = [json.loads(x) for x in (tmp_path / "s.jsonl").read_text().splitlines()]
-    assert written[0]["id"] == 7 and written[15]["given.value"] == "lone \ud800" and written[15]["value"] == 1
+    assert written[0]["id"] == 7 and written[16]["given.value"] == "lone \ud800" and written[16]["value"] == 1
 
 
 def test_a_table_as_people_write_it(tmp_path):
@@ -238,6 +240,40 @@ def test_a_table_as_people_write_it(tmp_path):
     assert [r["reason"] for r in rows] == ["", "input:row", "input:row", ""]
     assert "4 cells for 3 columns" in rows[1]["detail"] and "2 cells for 3 columns" in rows[2]["detail"]
     assert rows[0]["given"] == {"shot": "1"} and rows[3]["given"] == {"shot": "2\n3"}
+
+
+@pytest.mark.parametrize("end", ["csv", "jsonl"])
+def test_any_prompt_reaches_the_reward_and_the_rows_from_a_manifest(tmp_path, end):
+    write_video(tmp_path / "a.mp4", torch.rand(2, 3, 32, 32), 8)
+    prompts = [
+        "a/b \\ c",
+        "say \"hi\", 'you'",
+        "50 % of ${HOME}; *?[x]",
+        "two\nlines",
+        "röt 红 🎾",
+        "=1+1",
+        " x ",
+        "null",
+    ]
+    rows = [{"path": "a.mp4", "prompt": p} for p in prompts]
+    if end == "csv":
+        with (tmp_path / "m.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, ["path", "prompt"])
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seen = []
+
+    def judge(clips):
+        seen.extend(clips.prompts)
+        return length(clips)
+
+    judge.needs = {"prompts"}
+    score_videos(tmp_path / f"m.{end}", judge, out=str(tmp_path / "s.csv"))
+    assert seen == prompts
+    with (tmp_path / "s.csv").open(newline="", encoding="utf-8") as file:
+        assert [r["prompt"] for r in csv.DictReader(file)] == prompts
 
 
 @pytest.mark.parametrize(
