@@ -71,8 +71,15 @@ def _with_bar(job: Job, work: Any) -> Result:
 
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), disable=hidden(), transient=True) as bar:
-        shown = bar.add_task("scoring", total=len(job.tasks))
-        return work(job, lambda clips: bar.advance(shown, clips))
+        shown = bar.add_task("scoring", total=len(job.tasks), start=False)
+
+        def tell(clips: int) -> None:
+            if bar.tasks[0].started:
+                bar.advance(shown, clips)
+            else:  # what an earlier command left took no time, and must not count for the time left
+                bar.reset(shown, completed=clips)
+
+        return work(job, tell)
 
 
 def show(job: Job, result: Result) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from arvideo_rl.config import ConfigError
-from arvideo_rl.decoding import IMAGES, VIDEOS, frame_rate, images_of, is_animated
+from arvideo_rl.decoding import VIDEOS, frame_rate, images_of, is_animated
 from arvideo_rl.training.prompts import list_actions
 
 MANIFESTS = (".csv", ".jsonl")
@@ -147,7 +147,7 @@ def _walk(top: Path) -> list[Task]:
         here = Path(folder)
         shown = [here / n for n in sorted(names) if not n.startswith(".")]
         videos = [p for p in shown if _plays(p)]
-        if not videos and sum(p.suffix.lower() in IMAGES for p in shown) > 1 and len(images_of(here)) > 1:
+        if not videos and len(images_of(here)) > 1:
             videos = [here]
         for path in videos:
             name = path.relative_to(top)
