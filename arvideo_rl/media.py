@@ -1,4 +1,4 @@
-"""Videos to and from files: H.264 that browsers play, GIF, and contact sheets.
+"""Videos to files: H.264 that browsers play, GIF, and contact sheets. Reading them back is in decoding.py.
 
 Shape letters: B batch (1 here), T pixel frames, H W pixels. Pixels are RGB, float in [0, 1] or uint8.
 ffmpeg comes with imageio-ffmpeg; it is run once per file, so that a failure of it is seen and reported.
@@ -6,33 +6,27 @@ ffmpeg comes with imageio-ffmpeg; it is run once per file, so that a failure of 
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 
-import cv2
-import imageio_ffmpeg
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageSequence
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from arvideo_rl.decoding import Rate, command, first_complaint, frame_rate
+from arvideo_rl.decoding import read_video as read_video  # read and write from one place
+
 WRITES = (".mp4", ".gif", ".png")
-VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".mpg", ".mpeg", ".ts", ".ogv", ".flv", ".wmv")
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 OVERSHOOT = 0.1  # decoders leave [0, 1] by a little and are clamped; [-1, 1] or [0, 255] is a mistake of the caller
 GAP = 2  # pixels between the frames of a sheet
 PAPER = 208  # grey behind the frames of a sheet, so that white frames stand out
 SHEET_WIDTH = 1280  # a .png wraps its frames at about this width, but not below 4 in a row
-
-Rate = float | Fraction  # int and numpy scalars too
 
 
 def write_video(path: str | Path, pixels: Tensor | np.ndarray, fps: Rate, scale: int = 1) -> Path:
@@ -90,25 +84,6 @@ def writing(path: str | Path, fps: Rate, scale: int = 1) -> Iterator[Callable[[T
         if encoder is not None:
             encoder.close()
         partial.unlink(missing_ok=True)
-
-
-def read_video(path: str | Path, fps: Rate | None = None) -> tuple[Tensor, float]:
-    """Read a video file, or a folder of images in the natural order of their names, as float32 [T, 3, H, W] in [0, 1].
-
-    Returns (pixels, frames a second). ``fps`` is needed for a folder and replaces what a file states. A file of a
-    varying rate gives its frames as they are, with the mean rate. Raises ValueError when there is no whole video.
-    """
-    path = Path(path)
-    if path.is_dir():
-        if fps is None:
-            raise ValueError(f"{path}: a folder of images states no frame rate; pass fps")
-        frames, rate = _read_folder(path), float(frame_rate(fps))
-    else:
-        frames = _decode(path)
-        rate = _stated_rate(path) if fps is None else float(frame_rate(fps))
-        if not (math.isfinite(rate) and rate > 0):
-            raise ValueError(f"{path}: the file states no frame rate; pass fps")
-    return torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255, rate
 
 
 def contact_sheet(
@@ -190,18 +165,6 @@ def to_uint8(pixels: Tensor | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(video.permute(0, 2, 3, 1).cpu().numpy())
 
 
-def frame_rate(fps: Rate) -> Fraction:
-    """Turn an int, float, Fraction or numpy scalar into the exact rate given to ffmpeg. ValueError unless > 0."""
-    if isinstance(fps, (np.ndarray, Tensor)) and fps.ndim == 0:
-        fps = fps.item()
-    rate = Fraction(0)
-    if isinstance(fps, Real) and not isinstance(fps, bool) and math.isfinite(fps):
-        rate = Fraction(fps if isinstance(fps, Fraction) else float(fps)).limit_denominator(100_000)
-    if rate <= 0:
-        raise ValueError(f"fps is {fps!r}; pass one positive finite number, in pixel frames a second")
-    return rate
-
-
 def enlarge(frames: np.ndarray, scale: int) -> np.ndarray:
     """Repeat every pixel of [T, H, W, 3] ``scale`` times both ways, so that tiny clips stay sharp when seen large."""
     _check_count("scale", scale)
@@ -253,9 +216,9 @@ class _Encoder:
             self.pad = (0, 0)
         h, w = size[0] + self.pad[0], size[1] + self.pad[1]
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{w}x{h}", "-r", str(rate), "-i", "-"]
-        command = _command([*source, *options.split(), "-y", str(target.resolve())])
+        words = command([*source, *options.split(), "-y", str(target.resolve())])
         self.said = tempfile.TemporaryFile()  # a pipe nobody reads could fill up and stop it
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.said)
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.said)
 
     def add(self, frames: np.ndarray) -> None:
         """Hand over uint8 [T, H, W, 3]."""
@@ -277,7 +240,7 @@ class _Encoder:
             self.process.stdin.close()
         if self.process.wait():
             self.said.seek(0)
-            raise OSError(f"{self.name}: cannot write: ffmpeg says: {_first_complaint(self.said.read())}")
+            raise OSError(f"{self.name}: cannot write: ffmpeg says: {first_complaint(self.said.read())}")
 
     def close(self) -> None:
         """Stop it if it still runs."""
@@ -287,68 +250,3 @@ class _Encoder:
         with suppress(BrokenPipeError):
             self.process.stdin.close()  # type: ignore[union-attr]
         self.said.close()
-
-
-def _decode(path: Path) -> np.ndarray:
-    """Every frame of a video file: uint8 [T, H, W, 3]."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
-    if path.suffix.lower() not in VIDEOS:  # ffmpeg would draw a text file as a video
-        hint = "pass the folder of images" if path.suffix.lower() in IMAGES else f"expected one of {' '.join(VIDEOS)}"
-        raise ValueError(f"{path}: {path.suffix or 'a file without a suffix'} is not a video; {hint}")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path}: the file is empty")
-    # PPM pictures carry their own size. passthrough: no frame is repeated or dropped. xerror: no half-read file.
-    options = "-map 0:v:0 -fps_mode passthrough -c:v ppm -pix_fmt rgb24 -f image2pipe -"
-    data = _ffmpeg(["-xerror", "-i", str(path.resolve()), *options.split()], f"{path}: cannot read")
-    header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
-    if header is None:
-        raise ValueError(f"{path}: the file holds no video frame")
-    w, h = int(header[1]), int(header[2])
-    pictures = np.frombuffer(data, np.uint8).reshape(-1, header.end() + h * w * 3)
-    return pictures[:, header.end() :].reshape(-1, h, w, 3).copy()
-
-
-def _stated_rate(path: Path) -> float:
-    """Mean frames a second of a file that was decoded. Not ffmpeg's word: it prints two decimals, 23.98 for 23.976."""
-    if path.suffix.lower() != ".gif":
-        return cv2.VideoCapture(str(path.resolve())).get(cv2.CAP_PROP_FPS)
-    with Image.open(path) as image:  # OpenCV guesses here: it takes the shortest delay for all of them
-        delays = [frame.info.get("duration", 0) for frame in ImageSequence.Iterator(image)]
-    return 1000 * len(delays) / sum(delays) if sum(delays) else 0.0
-
-
-def _read_folder(folder: Path) -> np.ndarray:
-    """The images of a folder, frame_2 before frame_10: uint8 [T, H, W, 3]."""
-    names = [p for p in folder.iterdir() if p.suffix.lower() in IMAGES and not p.name.startswith(".")]
-    names.sort(key=lambda p: [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", p.name)])
-    if not names:
-        raise ValueError(f"{folder}: the folder holds no image ({' '.join(IMAGES)})")
-    frames: list[np.ndarray] = []
-    for name in names:
-        try:
-            with Image.open(name) as image:
-                frames.append(np.asarray(image.convert("RGB")))
-        except OSError as error:
-            raise ValueError(f"{name}: cannot read this image: {error}") from None
-        if frames[-1].shape != frames[0].shape:
-            (h, w), (h0, w0) = frames[-1].shape[:2], frames[0].shape[:2]
-            raise ValueError(f"{name}: {w}x{h}, but {names[0].name} is {w0}x{h0}; a video has one size")
-    return np.stack(frames)
-
-
-def _command(arguments: list[str]) -> list[str]:
-    return [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-v", "error", *arguments]
-
-
-def _first_complaint(said: bytes) -> str:
-    """ffmpeg's first line, without which part of it speaks and that part's address in memory."""
-    return re.sub(r"^\[.*?\] ", "", (said.decode(errors="replace").strip() or "nothing").splitlines()[0])
-
-
-def _ffmpeg(arguments: list[str], what: str) -> bytes:
-    """Run ffmpeg and return its standard output, or raise ValueError with its first complaint."""
-    done = subprocess.run(_command(arguments), capture_output=True)
-    if done.returncode:
-        raise ValueError(f"{what}: ffmpeg says: {_first_complaint(done.stderr)}")
-    return done.stdout

@@ -191,7 +191,7 @@ def test_a_video_has_frames_and_one_size(tmp_path):
 
 
 def test_a_failing_ffmpeg_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(media.imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
     with pytest.raises(OSError, match="a.mp4: cannot write: ffmpeg says: nothing"):
         write_video(tmp_path / "a.mp4", clip(), 16)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,6 @@
+"""Score videos from files: ``score_videos("videos/", reward="inverse_dynamics")``."""
+
+from arvideo_rl.scoring.run import Result, score_videos
+from arvideo_rl.scoring.settings import ScoreConfig
+
+__all__ = ["Result", "ScoreConfig", "score_videos"]

@@ -1,0 +1,144 @@
+"""One batch of decoded clips through every reward: rows, each a value or the reason why there is none."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arvideo_rl.decoding import Video
+from arvideo_rl.media import write_video
+from arvideo_rl.scoring.inputs import Problem, Task
+from arvideo_rl.scoring.journal import Row
+from arvideo_rl.scoring.settings import DTYPES, Job
+from arvideo_rl.training.prompts import parse_actions
+from rewards.contract import Clips, Reward, score
+
+LONGEST = 100  # characters of a clip's name that go into that of its maps
+Measured = dict[str, Any]  # value, components, reason and detail of one clip
+
+
+def score_batch(job: Job, batch: Sequence[tuple[Task, Video | Problem]]) -> list[list[Row]]:
+    """Rows of each clip, one a reward. Clips of one size go through a reward together, as many as fit."""
+    found: list[dict[str, Measured]] = [{} for _ in batch]
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for i, (_, seen) in enumerate(batch):
+        if isinstance(seen, Video):
+            shapes.setdefault(seen.frames.shape, []).append(i)
+        else:
+            found[i] = dict.fromkeys(job.rewards, _bad(*seen))
+    for shape, members in shapes.items():
+        most = max(1, int(job.config.gib * 2**30 / (4 * math.prod(shape))))
+        for start in range(0, len(members), most):
+            some = members[start : start + most]
+            for i, measured in zip(some, _together(job, [batch[i] for i in some])):  # type: ignore[misc]
+                found[i] = measured
+    return [_rows(job, task, seen, measured) for (task, seen), measured in zip(batch, found)]
+
+
+def _together(job: Job, clips: list[tuple[Task, Video]]) -> list[dict[str, Measured]]:
+    """What each reward says of clips of one size: by clip, then by reward."""
+    out: list[dict[str, Measured]] = [{} for _ in clips]
+    pixels = torch.stack([torch.from_numpy(video.frames) for _, video in clips]).to(job.device)
+    frames = pixels.permute(0, 1, 4, 2, 3).float() / 255
+    for name, reward in job.rewards.items():
+        ready = []
+        for i, (task, _) in enumerate(clips):
+            if lacking := _lacking(reward, task, job.config.sample_fps is not None):
+                out[i][name] = _bad(*lacking)
+            else:
+                ready.append(i)
+        chosen = frames if len(ready) == len(clips) else frames[ready]
+        for i, measured in zip(ready, _measure(job, reward, chosen, [clips[i] for i in ready]) if ready else []):
+            out[i][name] = measured
+    return out
+
+
+def _lacking(reward: Reward, task: Task, sampled: bool) -> Problem | None:
+    """What the reward needs and nobody said of this clip."""
+    if "prompts" in reward.needs and task.prompt is None:
+        return "input:no_prompt", f"{reward.name} needs a prompt; give prompt=, a manifest or FILE.json beside the file"
+    if "actions" in reward.needs and task.actions is None:
+        how = "give actions=, a manifest or FILE.json beside the file"
+        return "input:no_actions", f"{reward.name} needs actions; {how}"
+    if "actions" in reward.needs and sampled:
+        return "input:no_actions", "actions are one a frame of the file; leave out sample_fps"
+    return None
+
+
+def _measure(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> list[Measured]:
+    """One reward on clips of one size. Where a batch fails each clip is tried alone, so that one does not take the
+    others with it."""
+    try:
+        with torch.autocast(job.device.type, DTYPES[job.config.dtype], enabled=job.config.dtype != "float32"):
+            scores = score(reward, _clips(reward, frames, clips))
+    except Exception as error:  # whatever a reward of somebody else raises
+        if len(clips) > 1:
+            return [_measure(job, reward, frames[i : i + 1], clips[i : i + 1])[0] for i in range(len(clips))]
+        if _is_memory(error):
+            return [_bad("system:out_of_memory", "no memory to score it; lower gib or batch, or set short_side")]
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        return [_bad("system:reward_failed", kind + " ".join(str(error).split()))]
+    out = []
+    for i, reason in enumerate(scores.reasons):
+        if reason is None:
+            if job.config.maps and hasattr(reward, "maps"):
+                _draw(job, reward, frames[i : i + 1], clips[i : i + 1])
+            parts = {k: _finite(float(v[i])) for k, v in scores.components.items() if v.ndim == 1}
+            out.append({"value": float(scores.value[i]), "components": parts, "reason": "", "detail": ""})
+        else:
+            out.append(_bad(reason, ""))
+    return out
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _draw(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> None:
+    """Write what the reward can show of one clip, each map a sheet: ``reward.maps(clips)`` gives tensors
+    [1, T, 3, H, W] in [0, 1] by name."""
+    task = clips[0][0]
+    folder = Path(job.config.maps) / "compare" if task.against else Path(job.config.maps)
+    name = re.sub(r"[^\w.-]+", "_", task.pair)[-LONGEST:]
+    with torch.no_grad():
+        for kind, picture in reward.maps(_clips(reward, frames, clips)).items():  # type: ignore[attr-defined]
+            write_video(folder / f"{name}.{reward.name}.{kind}.png", picture, 1)
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether memory ran out: Python, a GPU, or torch on the CPU (a plain RuntimeError)."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _clips(reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> Clips:
+    """The clips with what the reward needs of them."""
+    actions = None
+    if "actions" in reward.needs:
+        laid = [parse_actions(list(task.actions or []), frames.shape[1])[1:] for task, _ in clips]
+        actions = torch.tensor(laid, dtype=torch.int64).reshape(len(clips), -1).to(frames.device)
+    prompts = [task.prompt or "" for task, _ in clips] if "prompts" in reward.needs else None
+    fps = torch.tensor([video.fps for _, video in clips], dtype=torch.float64)
+    fps = fps if frames.device.type == "mps" else fps.to(frames.device)  # which has no float64
+    return Clips(frames, fps, prompts, actions)
+
+
+def _bad(reason: str, detail: str) -> Measured:
+    return {"value": None, "components": {}, "reason": reason, "detail": detail}
+
+
+def _rows(job: Job, task: Task, seen: Video | Problem, measured: dict[str, Measured]) -> list[Row]:
+    """The rows of one clip."""
+    size: Row = {"frames": None, "width": None, "height": None, "fps": None, "note": ""}
+    if isinstance(seen, Video):
+        t, h, w, _ = seen.frames.shape
+        size = {"frames": t, "width": w, "height": h, "fps": seen.fps, "note": seen.note}
+    told: Row = {"prompt": task.prompt, "given": task.given}
+    if job.config.compare:
+        told |= {"set": "compare" if task.against else "own", "pair": task.pair}
+    return [{"file": task.name, "reward": name, **measured[name], **size, **told} for name in job.rewards]

@@ -1,0 +1,419 @@
+"""How scoring runs: values depend on the clip alone, a stopped command goes on as if it had not been stopped, two sets
+are compared in pairs, and what cannot work is refused before anything is decoded."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from arvideo_rl.cli.main import main
+from arvideo_rl.media import read_video, write_video
+from arvideo_rl.scoring import ScoreConfig, score_videos
+from arvideo_rl.scoring import run as running
+from arvideo_rl.scoring.settings import prepare
+from arvideo_rl.training.prompts import parse_actions
+from rewards.contract import Clips, Scores, score
+from rewards.inverse_dynamics import InverseDynamics
+
+ACTIONS = "turn left*2, forward*3"
+
+
+def make(folder: Path, count: int, seed: int = 0) -> Path:
+    """Clips of two sizes and two lengths in turn."""
+    source = torch.Generator().manual_seed(seed)
+    for i in range(count):
+        size, t = (32, 48)[i % 2], (4, 6)[i % 3 == 0]
+        write_video(folder / f"clip_{i}.gif", torch.rand(t, 3, size, size, generator=source), 8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp("clips"), 7)
+    (folder / "clip_3b.mp4").write_text("no video")
+    return folder
+
+
+def brightness(clips):
+    return clips.frames.mean((1, 2, 3, 4))
+
+
+class Fussy:
+    """Raises for a whole batch because of one clip in it; counts the clips it has seen."""
+
+    name, needs, granularity = "fussy", frozenset(), "clip"
+    value_range, licence, hacked_by = (0.0, 1.0), "", ""
+
+    def __init__(self, error=None, bad=lambda clip: False):
+        self.error, self.bad, self.batches = error, bad, []
+
+    def __call__(self, clips):
+        self.batches.append(len(clips))
+        if any(self.bad(clip) for clip in clips.frames):
+            raise self.error
+        return Scores(clips.frames.mean((1, 2, 3, 4)), components={"rate": clips.fps.float()})
+
+
+def numbers(result):
+    return [(Path(r["file"]).name, r["reward"], r["value"], r["reason"]) for r in result.rows]
+
+
+def test_values_are_those_of_each_clip_alone_whatever_the_batch_workers_and_order(clips):
+    rewards = ["inverse_dynamics", "naive_colour"]
+    told = {"reward": rewards, "actions": ACTIONS, "prompt": "a red ball rests"}
+    first = score_videos(clips, **told)
+    assert len(first.rows) == 16 and [r["reason"] for r in first.rows].count("content:damaged") == 2
+    for row in first.rows:
+        if row["reward"] == "inverse_dynamics" and row["value"] is not None:
+            pixels, fps = read_video(row["file"])
+            actions = torch.tensor([parse_actions(ACTIONS, len(pixels))[1:]])
+            assert row["value"] == pytest.approx(
+                score(InverseDynamics(), Clips(pixels[None], fps, None, actions)).value.item(), abs=1e-5
+            )
+            assert row["frames"] == len(pixels) and row["fps"] == fps
+    want = {(n, r): v for n, r, v, _ in numbers(first)}
+    files = sorted(clips.iterdir())
+    for batch, workers, order in ((1, 1, files), (3, 4, files[::-1]), (100, 2, files[3:] + files[:3])):
+        again = score_videos(order, batch=batch, workers=workers, **told)
+        for name, reward, value, _ in numbers(again):
+            assert value == pytest.approx(want[name, reward], abs=1e-6), (batch, workers, name)
+        assert [Path(r["file"]) for r in again.rows[::2]] == order, "rows come in the order of the files"
+    assert numbers(score_videos(clips, workers=5, **told)) == numbers(first), "bit for bit with other workers"
+
+
+def test_clips_of_one_size_share_a_call_and_memory_limits_it(clips):
+    reward = Fussy()
+    score_videos(clips, reward, batch=8)
+    assert sorted(reward.batches) == [1, 2, 2, 2], "7 clips of 4 shapes"
+    reward = Fussy()
+    score_videos(clips, reward, batch=8, gib=6 * 48 * 48 * 3 * 4 / 2**30)
+    assert sum(reward.batches) == 7 and len(reward.batches) > 4
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("frames are odd"), "system:reward_failed"),
+        (ZeroDivisionError("boom"), "system:reward_failed"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "system:out_of_memory"),
+        (MemoryError(), "system:out_of_memory"),
+    ],
+)
+def test_a_clip_that_a_reward_fails_on_does_not_take_the_others_of_its_batch(clips, error, reason):
+    target = read_video(clips / "clip_2.gif")[0].mean()
+    rows = score_videos(clips, Fussy(error, lambda clip: abs(clip.mean() - target) < 1e-7)).rows
+    found = {Path(r["file"]).name: r["reason"] for r in rows}
+    assert found.pop("clip_3b.mp4") == "content:damaged"
+    assert found.pop("clip_2.gif") == reason and set(found.values()) == {""}
+
+
+@pytest.mark.parametrize("end", ["csv", "jsonl"])
+def test_stopped_and_continued_equals_uninterrupted(clips, tmp_path, end, monkeypatch):
+    told = {"actions": ACTIONS, "batch": 2, "reward": "inverse_dynamics"}
+    whole, cut = tmp_path / f"whole.{end}", tmp_path / f"cut.{end}"
+    score_videos(clips, out=str(whole), **told)
+    real, calls = running.score_batch, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(running, "score_batch", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"4 of 8 files are in .*cut\.\w+\.partial; the same command goes on"):
+        score_videos(clips, out=str(cut), **told)
+    journal = Path(f"{cut}.partial")
+    assert not cut.exists() and len(journal.read_text().splitlines()) == 5
+    lines = journal.read_bytes().splitlines(keepends=True)
+    torn = [  # what a crash may leave: a row without the others of its batch, half a row, zeros
+        b"".join(lines),
+        b"".join(lines[:-1]),
+        b"".join(lines)[:-7],
+        b"".join(lines) + b'{"key": "a", "rew',
+        b"".join(lines) + bytes(512),
+    ]
+    monkeypatch.undo()
+    for content, kept in zip(torn, (4, 2, 2, 4, 4)):
+        journal.write_bytes(content)
+        done = score_videos(clips, out=str(cut), workers=3, **told)
+        assert done.resumed == kept
+        assert cut.read_bytes() == whole.read_bytes() and not journal.exists()
+        summaries = [json.loads((tmp_path / f"{n}.summary.json").read_text()) for n in ("whole", "cut")]
+        assert summaries[0] == summaries[1]
+        cut.unlink()
+
+
+def leave_half(clips, out, monkeypatch, **told):
+    """What a command leaves that was stopped after the first batch."""
+    real, calls = running.score_batch, []
+
+    def interrupted(*args):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return real(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(running, "score_batch", interrupted)
+        score_videos(clips, out=str(out), batch=2, **told)
+
+
+def test_another_command_does_not_continue_what_it_did_not_begin(clips, tmp_path, monkeypatch):
+    out = tmp_path / "s.csv"
+    leave_half(clips, out, monkeypatch, actions=ACTIONS)
+    before = Path(f"{out}.partial").read_bytes()
+    for change, says in (
+        ({"batch": 3}, "batch was 2, is 3"),
+        ({"reward": "naive_colour"}, "reward was"),
+        ({"args": {"score": "accuracy"}}, "args was"),
+        ({"short_side": 16}, "short_side was null, is 16"),
+    ):
+        with pytest.raises(ValueError, match="begun with other settings") as error:
+            score_videos(clips, out=str(out), **({"batch": 2, "actions": ACTIONS} | change))
+        assert says in str(error.value) and "delete" in str(error.value)
+        assert Path(f"{out}.partial").read_bytes() == before
+    Path(f"{out}.partial").write_text("something else\n")
+    with pytest.raises(ValueError, match="not begun by this version"):
+        score_videos(clips, out=str(out), batch=2, actions=ACTIONS)
+
+
+def test_files_that_came_or_changed_in_between_are_scored_and_the_others_are_not_again(clips, tmp_path, monkeypatch):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    out = tmp_path / "s.csv"
+    leave_half(folder, out, monkeypatch, reward=brightness)
+    write_video(folder / "clip_0.gif", torch.zeros(3, 3, 32, 32), 8)
+    write_video(folder / "new.gif", torch.ones(3, 3, 32, 32), 8)
+    result = score_videos(folder, brightness, out=str(out), batch=2)
+    assert result.resumed == 1, "clip_1"
+    found = {n: v for n, _, v, _ in numbers(result)}
+    assert found["clip_0.gif"] == 0 and found["new.gif"] == 1 and len(found) == 9
+
+
+def test_two_commands_do_not_write_one_file(clips, tmp_path):
+    from arvideo_rl.scoring.journal import Journal
+
+    first = Journal(tmp_path / "s.csv", {})
+    with pytest.raises(ValueError, match="being written by another arvideo score"):
+        Journal(tmp_path / "s.csv", {})
+    first.close()
+    Journal(tmp_path / "s.csv", {}).remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_sets_are_compared_in_pairs(tmp_path, capsys):
+    levels = {"a": (0.6, 0.4), "b": (0.5, 0.5), "sub/c": (0.2, 0.6), "d": (0.9, 0.5), "alone": (0.3, None)}
+    for name, pair in levels.items():
+        for folder, level in zip(("new", "old"), pair):
+            if level is not None:
+                write_video(tmp_path / folder / f"{name}.gif", torch.full((2, 3, 32, 32), level), 8)
+    (tmp_path / "new" / "broken.mp4").write_text("x")
+    shutil.copy(tmp_path / "old" / "a.gif", tmp_path / "old" / "broken.gif")
+    out = tmp_path / "s.csv"
+    result = score_videos(tmp_path / "new", brightness, compare=str(tmp_path / "old"), out=str(out))
+    found = result.summary["brightness"]["paired"]
+    gaps = np.array([0.2, 0, -0.4, 0.4])
+    assert (found["pairs"], found["invalid_pairs"], found["without_partner"]) == (4, 1, 1)
+    assert found["difference"] == pytest.approx(gaps.mean(), abs=0.01)
+    assert found["se"] == pytest.approx(gaps.std(ddof=1) / 2, abs=0.01)
+    assert found["high"] - found["difference"] == pytest.approx(1.96 * found["se"], rel=1e-3)
+    assert (found["wins"], found["ties"], found["losses"], found["win_rate"]) == (2, 1, 1, 0.625)
+    assert result.summary["brightness"]["own"]["scored"] == 5 and result.summary["brightness"]["compare"]["scored"] == 5
+    assert "sub/c" in out.read_text() and "set,pair" in out.read_text().splitlines()[0]
+    with pytest.raises(ValueError, match="no two files have the same name"):
+        score_videos(tmp_path / "new" / "sub", brightness, compare=str(tmp_path / "old"))
+    shutil.copy(tmp_path / "old" / "a.gif", tmp_path / "old" / "sub" / "c.gif")
+    (tmp_path / "old" / "a.mp4").write_text("x")
+    with pytest.raises(ValueError, match="would both be called 'a'"):
+        score_videos(tmp_path / "new", brightness, compare=str(tmp_path / "old"))
+
+
+def test_a_reward_s_pictures_are_written_one_a_clip(clips, tmp_path):
+    class Shows(Fussy):
+        def maps(self, clips):
+            return {"light": clips.frames.mean(2, keepdim=True).expand(-1, -1, 3, -1, -1)}
+
+    score_videos(clips, Shows(), maps=str(tmp_path / "maps"))
+    names = sorted(p.name for p in (tmp_path / "maps").iterdir())
+    assert names == [f"clip_{i}.fussy.light.png" for i in range(7)]
+    with pytest.raises(ValueError, match="inverse_dynamics cannot draw pictures; leave maps out"):
+        score_videos(clips, maps=str(tmp_path / "more"), actions=ACTIONS)
+    assert not (tmp_path / "more").exists()
+
+
+def test_globs_lists_and_a_file_named_twice(clips, monkeypatch):
+    monkeypatch.chdir(clips)
+    names = [n for n, *_ in numbers(score_videos("clip_[0-2].*", brightness))]
+    assert names == ["clip_0.gif", "clip_1.gif", "clip_2.gif"]
+    assert len(score_videos(["clip_1.gif", "clip_1.gif", "clip_[01].gif"], brightness).rows) == 2
+    assert len(score_videos("**/*", brightness).rows) == 8
+    with pytest.raises(ValueError, match="nothing matches 'zz"):
+        score_videos("zz*.mp4", brightness)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype_is_that_of_the_computing_inside(clips, dtype):
+    seen = []
+
+    def judge(clips):
+        x = torch.ones(4, 4)
+        seen.append((x @ x).dtype)
+        return brightness(clips)
+
+    assert clips and score_videos(clips / "clip_0.gif", judge, dtype=dtype).rows[0]["value"] is not None
+    assert seen == [getattr(torch, dtype)]
+
+
+def test_chunk_and_group_rewards_and_needs_that_files_cannot_meet_are_refused(clips):
+    def judge(clips):
+        return brightness(clips)
+
+    judge.needs = {"cameras"}
+    with pytest.raises(ValueError, match="needs cameras, which files cannot give"):
+        score_videos(clips, judge)
+    with pytest.raises(ValueError, match="gives a value for each chunk; score wants one a clip"):
+        score_videos(clips, args={"granularity": "chunk"})
+
+
+def test_parquet_needs_its_library_and_says_so(clips, tmp_path, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "pyarrow" else real(n, *a))
+    with pytest.raises(ValueError, match="needs pyarrow .pip install pyarrow.; or write .csv or .jsonl"):
+        score_videos(clips, brightness, out=str(tmp_path / "s.parquet"))
+
+
+def test_parquet_holds_the_same_table(clips, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    result = score_videos(clips, brightness, out=str(tmp_path / "s.parquet"))
+    table = pq.read_table(tmp_path / "s.parquet").to_pylist()
+    assert [r["value"] for r in table] == [r["value"] for r in result.rows]
+
+
+def test_memory_stays_flat_over_many_short_clips(clips, tmp_path):
+    """Rows are kept, pixels are not."""
+    source = clips / "clip_0.gif"
+    rows = [json.dumps({"path": str(source), "id": i}) for i in range(120)]
+    (tmp_path / "m.jsonl").write_text("\n".join(rows))
+    job = prepare(ScoreConfig(batch=4, frames=2, reward="b"), [str(tmp_path / "m.jsonl")], {"b": brightness})
+    seen = []
+    tracemalloc.start()
+    try:
+        assert len(running.run(job, lambda n: seen.append(tracemalloc.get_traced_memory()[0])).rows) == 120
+    finally:
+        tracemalloc.stop()
+    early, late = seen[len(seen) // 4], seen[-1]
+    assert late - early < 90 * 6000, "6 kB a row at most; a clip of 2 frames is 6 kB of pixels and 25 kB of float"
+
+
+def test_decoding_and_scoring_overlap(clips, tmp_path, monkeypatch):
+    """With slow files and a slow reward the whole takes less than both one after the other."""
+    real = running.decode
+
+    def slow(path, how):
+        time.sleep(0.05)
+        return real(path, how)
+
+    def judge(clips):
+        time.sleep(0.05)
+        return brightness(clips)
+
+    monkeypatch.setattr(running, "decode", slow)
+    took = score_videos(sorted(clips.glob("*.gif")), judge, batch=1, workers=2).seconds
+    assert min(took["decoding"], took["scoring"]) >= 7 * 0.05
+    assert took["clock"] < took["decoding"] + took["scoring"]
+
+
+def said(capsys, *line):
+    with pytest.raises(SystemExit) as end:
+        main(list(line))
+    return (end.value.code or 0, *capsys.readouterr())
+
+
+def test_the_command_line_scores_with_several_rewards_and_names_worst_and_best(clips, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = ["score", str(clips), f"actions={ACTIONS}", "prompt=a red ball", "rewards.moves.target=inverse_dynamics",
+            "rewards.moves.args.score=accuracy", "rewards.red.target=naive_colour", "out=s.jsonl"]  # fmt: skip
+    code, out, err = said(capsys, *line)
+    assert code == 0 and not err
+    assert "red: mean " in out and "moves: not scored: 1 content:damaged" in out and "red: lowest " in out
+    rows = [json.loads(x) for x in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert {r["reward"] for r in rows} == {"moves", "red"} and len(rows) == 16
+    summary = json.loads((tmp_path / "s.summary.json").read_text())["red"]
+    lowest = min((r for r in rows if r["reward"] == "red" and r["value"] is not None), key=lambda r: r["value"])
+    assert summary["worst"] == lowest["file"] and math.isclose(summary["min"], lowest["value"])
+    assert said(capsys, *line, "--dry-run")[1].startswith("would score 8 files with moves, red on cpu")
+
+
+def test_a_name_is_shown_as_it_is_and_an_interruption_says_how_to_go_on(clips, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(clips / "clip_0.gif", tmp_path / "[red]a[bold].gif")
+    code, out, err = said(capsys, "score", "[red]a[bold].gif", f"actions={ACTIONS}")
+    assert code == 0 and "[red]a[bold].gif" in out
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "score_batch", interrupted)
+    code, out, err = said(capsys, "score", str(clips), f"actions={ACTIONS}", "out=s.csv")
+    assert code == 130 and "0 of 8 files are in s.csv.partial; the same command goes on" in err and not out
+    assert "with out=scores.csv" in said(capsys, "score", str(clips), f"actions={ACTIONS}")[2]
+
+
+def test_a_recipe_may_hold_the_settings(clips, tmp_path, capsys):
+    (tmp_path / "judge.yaml").write_text(f"reward: inverse_dynamics\nargs: {{score: accuracy}}\nactions: {ACTIONS}\n")
+    code, out, err = said(capsys, "score", str(clips), str(tmp_path / "judge.yaml"), "batch=1")
+    assert code == 0 and "mean" in out and not err
+
+
+@pytest.mark.slow
+def test_killed_and_continued_equals_uninterrupted(clips, tmp_path):
+    """The real thing: SIGKILL in the middle, then the same command."""
+    (tmp_path / "slow_judge.py").write_text(
+        "import time\ndef judge(clips):\n    time.sleep(0.4)\n    return clips.frames.mean((1, 2, 3, 4))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])}
+    command = [sys.executable, "-m", "arvideo_rl", "score", str(clips), "reward=slow_judge:judge", "batch=1"]
+    subprocess.run([*command, "out=whole.csv"], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    journal = tmp_path / "cut.csv.partial"
+    process = subprocess.Popen([*command, "out=cut.csv"], cwd=tmp_path, env=environment)
+    while not journal.exists() or journal.read_text().count("\n") < 4:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut.csv").exists()
+    done = subprocess.run([*command, "out=cut.csv"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "were scored before the command was stopped" in done.stdout
+    assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_the_two_lines_of_the_documentation_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "videos", 2)
+    page = (Path(__file__).parents[2] / "docs" / "score.md").read_text()
+    lines = page.split("```python\n")[1].split("```")[0]
+    assert len(lines.strip().splitlines()) == 2
+    scope: dict = {}
+    exec(lines, scope)
+    assert scope["result"].summary["inverse_dynamics"]["scored"] == 2
+
+
+def test_scoring_starts_without_the_libraries_of_training():
+    """They take longer to import than a few clips take to score."""
+    check = (
+        "import arvideo_rl.scoring, sys; print({'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules))"
+    )
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", check], env=os.environ | root, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
