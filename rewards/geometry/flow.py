@@ -16,7 +16,7 @@ TEXTURE = 1e-4  # least smaller eigenvalue of the structure tensor (grey in [0, 
 
 
 def opencv() -> Any:
-    """The module cv2 on one thread; ValueError saying what to install when it is missing."""
+    """The module cv2; ValueError saying what to install when it is missing."""
     try:
         import cv2
     except ImportError:
