@@ -1,6 +1,6 @@
 """Do the geometric rewards tell clean rooms from spoiled ones? Prints AUROC for each reward, backend and fault.
 
-    python tools/measure_geometry.py [clips] [size] [frames]
+python tools/measure_geometry.py [clips] [size] [frames]
 """
 
 import sys

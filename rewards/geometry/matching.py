@@ -54,7 +54,9 @@ def robust(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[np.ndarr
     return matrix, inlier
 
 
-def pair_error(first: Tensor, second: Tensor, height: int, width: int, *, cap: float = 0.01) -> tuple[float, str | None]:
+def pair_error(
+    first: Tensor, second: Tensor, height: int, width: int, *, cap: float = 0.01
+) -> tuple[float, str | None]:
     """Epipolar error of the matches [N, 2] in diagonals, in [0, cap], or NaN and a reason.
 
     The fundamental matrix is MAGSAC++'s, but *all* matches are averaged, each capped: an average over the inliers would

@@ -41,7 +41,9 @@ class GeometricReward:
 
     def __init__(self, motion_floor: float = 0.001):
         if not 0 <= motion_floor < 1:
-            raise ValueError(f"{self.name}: motion_floor is {motion_floor}; it is in image diagonals a frame, in [0, 1)")
+            raise ValueError(
+                f"{self.name}: motion_floor is {motion_floor}; it is in image diagonals a frame, in [0, 1)"
+            )
         self.motion_floor = float(motion_floor)
 
     def prepare(self) -> None:
@@ -52,7 +54,9 @@ class GeometricReward:
         check_needs(self, clips)
         count, frames, _, height, width = clips.frames.shape
         if min(height, width) < SMALLEST:
-            raise ValueError(f"{self.name}: frames are {height}x{width}; geometry needs {SMALLEST} pixels or more a side")
+            raise ValueError(
+                f"{self.name}: frames are {height}x{width}; geometry needs {SMALLEST} pixels or more a side"
+            )
         if frames < self.fewest:
             raise ValueError(f"{self.name}: clips have {frames} frames; it needs {self.fewest} or more")
         self.check(clips)
@@ -139,7 +143,11 @@ class Reprojection(_WithBackend):
     def __init__(self, backend: str | Backend = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
                  motion_floor: float = 0.001):  # fmt: skip
         super().__init__(backend, motion_floor)
-        self.references, self.tau, self.cap = _at_least(self.name, "references", references, 1), _positive(self.name, tau), cap
+        self.references, self.tau, self.cap = (
+            _at_least(self.name, "references", references, 1),
+            _positive(self.name, tau),
+            cap,
+        )
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
         geometry = self.geometry(clips, index, flow)
@@ -216,7 +224,9 @@ class CameraFollowing(_WithBackend):
         expected = (*clips.frames.shape[:2], 4, 4)
         if not isinstance(clips.cameras, Cameras) or tuple(clips.cameras.c2w.shape) != expected:
             seen = getattr(getattr(clips.cameras, "c2w", None), "shape", type(clips.cameras).__name__)
-            raise ValueError(f"camera_following: cameras is {seen}; pass rewards.geometry.cameras.Cameras(c2w {expected})")
+            raise ValueError(
+                f"camera_following: cameras is {seen}; pass rewards.geometry.cameras.Cameras(c2w {expected})"
+            )
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
         found = self.geometry(clips, index, flow, depth=False)

@@ -44,7 +44,9 @@ def following(w2c: Tensor, target: Tensor, *, unit: float = 1.0, metric: bool = 
     the path counts only when it is ``metric``, since scaling makes it agree otherwise.
     """
     if w2c.shape != target.shape or len(w2c) < 2:
-        raise ValueError(f"paths have shapes {tuple(w2c.shape)} and {tuple(target.shape)}; expected two of [F > 1, 4, 4]")
+        raise ValueError(
+            f"paths have shapes {tuple(w2c.shape)} and {tuple(target.shape)}; expected two of [F > 1, 4, 4]"
+        )
     pose, goal = _anchor(w2c), _anchor(target)
     here, there = centres(pose), centres(goal)
     own, asked = (c.diff(dim=0).norm(dim=-1).sum() for c in (here, there))
