@@ -39,15 +39,23 @@ def main() -> None:
         rewards[f"{name}, ground truth"] = build(name, backend=truth)
     for name in ("reprojection", "rerender", "camera_smoothness", "camera_following"):
         rewards[f"{name}, classical"] = build(name, backend=Classical(FIELD_OF_VIEW))
+    for strength in (0.25, 0.5):  # only for the ranks below: grades of the same fault
+        sets[f"melted {strength}"] = torch.stack([melt(r.frames, i, strength * size / 24) for i, r in enumerate(rooms)])
+    graded = ("clean", "melted 0.25", "melted 0.5", "melted")
+    ranks = {}
     print(f"{count} rooms, {frames} frames of {size}x{size}; AUROC against clean, NaN counted as the lowest")
     for label, reward in rewards.items():
         began = time.perf_counter()
         got = {k: score(reward, Clips(v, cameras=cameras)) for k, v in sets.items()}
-        rate = 4 * count / (time.perf_counter() - began)
+        rate = len(sets) * count / (time.perf_counter() - began)
+        ranks[label] = torch.cat([got[k].value for k in graded]).nan_to_num(nan=-1).argsort().argsort().float()
         median = " ".join(f"{k} {float(v.value.nanmedian()):.3f}" for k, v in got.items())
         print(f"{label:30}", *(f"{k} {auroc(got['clean'].value, v.value):.3f} " for k, v in list(got.items())[1:]))
         print(" " * 30, f"medians {median}; NaN {[int((~v.valid).sum()) for v in got.values()]}; {rate:.1f} clips/s",
               flush=True)  # fmt: skip
+    for name in ("reprojection", "rerender"):
+        pair = torch.stack([ranks[f"{name}, ground truth"], ranks[f"{name}, classical"]])
+        print(f"{name}: Spearman of classical with ground truth {float(torch.corrcoef(pair)[0, 1]):.3f} on {graded}")
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ class Classical:
 
 
 def triangulate(first: Tensor, second: Tensor, relative: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Depth [...] in the first camera of pixels ``first`` seen at ``second`` [..., 2] by a camera ``relative`` [4, 4] to
-    it, NaN behind either; and how well it is determined [...] in [0, 1], 0 without parallax."""
+    """Depth [...] in the first camera of pixels ``first`` seen at ``second`` [..., 2] by a camera ``relative`` [4, 4]
+    to it, NaN behind either; and how well it is determined [...] in [0, 1], 0 without parallax."""
     a, b = rays(first, k), rays(second, k)
     turned, move = a @ relative[:3, :3].T, relative[:3, 3]
     lever = torch.linalg.cross(b, turned)  # b x (z R a + t) = 0

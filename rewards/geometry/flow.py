@@ -102,10 +102,10 @@ def _within(xy: Tensor, height: int, width: int) -> Tensor:
 
 
 def motion(flow: Flow) -> Tensor:
-    """Mean displacement a step, in diagonals, over textured pixels that are followed; 0 where there are none."""
+    """Mean displacement [F-1] of each step, in diagonals, over textured pixels that are followed; 0 without any."""
     use = flow.confidence * (flow.corners[:-1] > TEXTURE)
     speed = flow.forward.norm(dim=-1) / diagonal(*flow.corners.shape[1:])
-    return (use * speed).sum() / use.sum().clamp_min(1.0)
+    return (use * speed).sum((1, 2)) / use.sum((1, 2)).clamp_min(1.0)
 
 
 def _corners(cv2: Any, image: np.ndarray) -> Tensor:

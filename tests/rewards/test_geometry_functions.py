@@ -14,7 +14,7 @@ from arvideo_rl.world.scene import sample_scenes
 from rewards.geometry.backends import triangulate
 from rewards.geometry.cameras import Geometry, diagonal, lift, pixel_centres, project
 from rewards.geometry.epipolar import eight_point, fundamental_of_poses, sampson
-from rewards.geometry.reprojection import rerender, reprojection, salient_points
+from rewards.geometry.reprojection import reprojection, rerender, salient_points
 from rewards.geometry.trajectory import following, smoothness
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "epipolar.safetensors")
@@ -72,7 +72,7 @@ def test_both_routes_to_the_fundamental_matrix_agree_and_a_shift_across_the_line
     assert torch.allclose(sampson(points, there, 7 * f), sampson(points, there, f), atol=1e-4)
     lines = torch.cat([points, torch.ones(len(points), 1)], -1) @ f.T
     off = there + 2 * torch.nn.functional.normalize(lines[:, :2], dim=-1)
-    # 2 px across the line in one image; Sampson shares the correction between both, so it is at most 2 and at least half
+    # 2 px across the line in one image; Sampson shares the correction out: at least half of it
     moved = sampson(points, off, f)
     assert 1.0 < float(moved.min()) and float(moved.max()) < 2.01
 

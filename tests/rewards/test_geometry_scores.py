@@ -84,15 +84,23 @@ def test_a_frozen_clip_is_the_worst(name, clean):
         assert frozen.tolist() == [0] * len(CLEAN)
 
 
-def test_half_the_motion_floor_halves_the_value():
-    moved = float(motion(clip_flow(CLEAN[0])))
-    reward = build("reprojection", backend=GroundTruth(TRUTH.known[:1]), motion_floor=2 * moved)
+def test_the_gate_is_the_share_of_the_floor_that_each_step_moves():
+    moved = motion(clip_flow(CLEAN[0]))
+    reward = build("reprojection", backend=GroundTruth(TRUTH.known[:1]), motion_floor=2 * float(moved.max()))
     got = score(reward, Clips(CLEAN[:1]))
-    assert float(got.components["gate"]) == pytest.approx(0.5)
-    assert float(got.value) == pytest.approx(0.5 * float(got.components["before_gate"]))
+    gate = float(moved.mean() / (2 * moved.max()))
+    assert 0.3 < gate < 0.5 and float(got.components["gate"]) == pytest.approx(gate)
+    assert float(got.value) == pytest.approx(gate * float(got.components["before_gate"]))
     frozen = Clips(freeze(CLEAN[0])[None])
-    assert float(score(build("epipolar"), frozen).value) == 0
     assert score(build("epipolar", motion_floor=0), frozen).reasons == ["content:no_parallax"]
+
+
+def test_a_clip_that_freezes_half_way_loses_half():
+    half = torch.cat(
+        [CLEAN[:1, : FRAMES // 2], CLEAN[:1, FRAMES // 2 - 1 : FRAMES // 2].expand(-1, FRAMES // 2, -1, -1, -1)], 1
+    )
+    got = score(build("epipolar"), Clips(half))
+    assert float(got.components["gate"]) == pytest.approx(3 / 7, abs=0.01) and float(got.value) < 0.5
 
 
 def test_a_camera_that_only_turns_has_no_depth_but_is_followed():
