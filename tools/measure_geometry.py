@@ -11,9 +11,24 @@ import torch
 from arvideo_rl.world.geometry import geometry_of_room
 from arvideo_rl.world.rooms import FIELD_OF_VIEW, freeze, jitter, melt, room
 from rewards.contract import Clips, score
-from rewards.geometry.backends import Classical, GroundTruth
+from rewards.geometry.backends import Answer, Classical, GroundTruth
 from rewards.geometry.cameras import Cameras
+from rewards.geometry.flow import Flow
 from rewards.registry import build
+
+
+class Remembered(Classical):
+    """The classical backend, asked once for each clip: four rewards share its answers here."""
+
+    def __init__(self) -> None:
+        super().__init__(FIELD_OF_VIEW)
+        self.answers: dict[tuple[int, int], Answer] = {}
+
+    def geometry(self, clips: Clips, index: int, flow: Flow) -> Answer:
+        key = (clips.frames.data_ptr(), index)
+        if key not in self.answers:
+            self.answers[key] = super().geometry(clips, index, flow)
+        return self.answers[key]
 
 
 def auroc(good: torch.Tensor, bad: torch.Tensor) -> float:
@@ -37,8 +52,9 @@ def main() -> None:
     rewards = {"epipolar": build("epipolar")}
     for name in ("reprojection", "rerender"):
         rewards[f"{name}, ground truth"] = build(name, backend=truth)
+    classical = Remembered()
     for name in ("reprojection", "rerender", "camera_smoothness", "camera_following"):
-        rewards[f"{name}, classical"] = build(name, backend=Classical(FIELD_OF_VIEW))
+        rewards[f"{name}, classical"] = build(name, backend=classical)
     for strength in (0.25, 0.5):  # only for the ranks below: grades of the same fault
         sets[f"melted {strength}"] = torch.stack([melt(r.frames, i, strength * size / 24) for i, r in enumerate(rooms)])
     graded = ("clean", "melted 0.25", "melted 0.5", "melted")
