@@ -17,8 +17,13 @@ from torch import Tensor
 from rewards.contract import Clips, Reward, Scores
 
 REWARDS = {
+    "camera_following": "rewards.geometry.scores:CameraFollowing",
+    "camera_smoothness": "rewards.geometry.scores:CameraSmoothness",
+    "epipolar": "rewards.geometry.scores:Epipolar",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
     "naive_colour": "rewards.naive_colour:naive_colour",  # an example of what goes wrong
+    "reprojection": "rewards.geometry.scores:Reprojection",
+    "rerender": "rewards.geometry.scores:Rerender",
 }
 
 

@@ -20,6 +20,7 @@ EXTRAS = {  # as in pyproject.toml, which a test compares
     "preference": ("qwen-vl-utils", "sentencepiece"),
     "serve": ("starlette", "uvicorn", "websockets"),
     "ray": ("ray",),
+    "parquet": ("pyarrow",),
 }
 
 

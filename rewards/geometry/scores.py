@@ -1,0 +1,137 @@
+"""The geometric rewards: one measurement each. The motion gate and the treatment of failures are in base.py."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rewards.contract import Clips
+from rewards.geometry.backends import Backend
+from rewards.geometry.base import BackendReward, GeometricReward, Part, Unmeasurable, at_least, positive, spread
+from rewards.geometry.cameras import NEAR, Cameras, Geometry
+from rewards.geometry.flow import Flow, grey, track
+from rewards.geometry.matching import clip_error
+from rewards.geometry.reprojection import reprojection, rerender, salient_points
+from rewards.geometry.trajectory import following, smoothness
+
+
+class Epipolar(GeometricReward):
+    """exp(-E / tau) with E the mean Sampson distance of SIFT matches between sampled frames, in diagonals, each match
+    capped at ``cap``; arXiv 2510.21615 with a robust fit. ``frames`` are spread over the clip."""
+
+    name = "epipolar"
+
+    def __init__(self, frames: int = 8, tau: float = 0.002, cap: float = 0.01, motion_floor: float = 0.001):
+        super().__init__(motion_floor)
+        self.frames, self.tau, self.cap = at_least(self.name, "frames", frames, 2), positive(self.name, tau), cap
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        error, reason, pairs, matches = clip_error(grey(frames[spread(len(frames), self.frames)]), cap=self.cap)
+        if reason is not None:
+            raise Unmeasurable(reason)
+        return {"value": math.exp(-error / self.tau), "error_diag": error, "pairs": pairs, "matches": matches}
+
+
+class Reprojection(BackendReward):
+    """exp(-E / tau) with E the mean distance, in diagonals, between where depth and cameras put salient points and
+    where the flow finds them (VIGOR, arXiv 2603.16271); each distance capped at ``cap``. ``references``: number of
+    frames from which points are followed."""
+
+    name = "reprojection"
+
+    def __init__(self, backend: str | Backend = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
+                 motion_floor: float = 0.001):  # fmt: skip
+        super().__init__(backend, motion_floor)
+        self.references, self.tau, self.cap = (
+            at_least(self.name, "references", references, 1),
+            positive(self.name, tau),
+            cap,
+        )
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        geometry = self.geometry(clips, index, flow)
+        assert geometry.depth is not None
+        errors, followed = [], 0
+        for i in spread(len(frames), self.references).tolist():
+            known = geometry.depth[i] > NEAR
+            trust = torch.cat([flow.confidence, flow.confidence_back[-1:]])[i]
+            if geometry.confidence is not None:
+                known = known & (geometry.confidence[i] >= 0.1)
+            points = salient_points(flow.corners[i] * trust, known)
+            gaps = reprojection(points, i, *track(flow, points, i), geometry)
+            followed += gaps.shape[0] * (gaps.shape[1] - 1)
+            errors.append(gaps[gaps.isfinite()])
+        every = torch.cat(errors)
+        if len(every) < 64 or len(every) < 0.1 * followed:
+            raise Unmeasurable("content:low_coverage")
+        error = float(every.clamp_max(self.cap).mean())
+        share = len(every) / followed
+        return {"value": math.exp(-error / self.tau), "error_diag": error, "coverage": share, "compared": len(every)}
+
+
+class Rerender(BackendReward):
+    """exp(-E / tau) with E the mean colour difference, in [0, 1], between a frame and the same frame drawn from the
+    points of all others (leave-one-out). ``frames`` are spread over the clip."""
+
+    name = "rerender"
+
+    def __init__(self, backend: str | Backend = "classical", frames: int = 6, tau: float = 0.05,
+                 motion_floor: float = 0.001):  # fmt: skip
+        super().__init__(backend, motion_floor)
+        self.frames, self.tau = at_least(self.name, "frames", frames, 2), positive(self.name, tau)
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        found, at = self.geometry(clips, index, flow), spread(len(frames), self.frames)
+        assert found.depth is not None
+        sure = None if found.confidence is None else found.confidence[at]
+        chosen = Geometry(found.depth[at], found.w2c[at], found.intrinsics, sure)
+        error, coverage = rerender(frames[at], chosen)
+        enough = coverage >= 0.5
+        if not enough.any():
+            raise Unmeasurable("content:low_coverage")
+        mean = float(error[enough].mean())
+        return {"value": math.exp(-mean / self.tau), "error": mean, "coverage": float(coverage.mean())}
+
+
+class CameraSmoothness(BackendReward):
+    """Half the smoothness of the camera's translation plus half that of its rotation (VGGRPO, arXiv 2603.26599); of the
+    rotation alone where the camera only turns."""
+
+    name = "camera_smoothness"
+
+    def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.001):
+        super().__init__(backend, motion_floor)
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        geometry = self.geometry(clips, index, flow, depth=False)
+        move, turn = (float(v) for v in smoothness(geometry.w2c))
+        return {"value": turn if geometry.depth is None else (move + turn) / 2, "translation": move, "rotation": turn}
+
+
+class CameraFollowing(BackendReward):
+    """How well the camera follows ``Clips(cameras=Cameras(c2w))`` (S_traj of World-R1, arXiv 2604.24764, free of
+    scale). The gate is off, since a target may stand still; a still camera earns what the formula gives it."""
+
+    name = "camera_following"
+    needs = frozenset({"cameras"})
+    hacked_by = "a moving camera over any scene: it says nothing about what is seen"
+
+    def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.0):
+        super().__init__(backend, motion_floor)
+
+    def check(self, clips: Clips) -> None:
+        expected = (*clips.frames.shape[:2], 4, 4)
+        if not isinstance(clips.cameras, Cameras) or tuple(clips.cameras.c2w.shape) != expected:
+            seen = getattr(getattr(clips.cameras, "c2w", None), "shape", type(clips.cameras).__name__)
+            raise ValueError(
+                f"camera_following: cameras is {seen}; pass rewards.geometry.cameras.Cameras(c2w {expected})"
+            )
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        found = self.geometry(clips, index, flow, depth=False)
+        unit = 1.0 if found.depth is None else float(found.depth.nanmedian())
+        target = torch.linalg.inv(clips.cameras.c2w[index].float().cpu())
+        parts = {k: float(v) for k, v in following(found.w2c, target, unit=unit, metric=found.metric).items()}
+        return {"value": parts.pop("following")} | parts
