@@ -56,8 +56,7 @@ def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], dev
 
     def draw(chunk: int, step: int, purpose: str) -> torch.Tensor:
         if exploration.forks:
-            assert pivot is not None
-            together = chunk < pivot or exploration.kind in ("fork", "pair")
+            together = exploration.kind in ("fork", "pair", "route") or (pivot is not None and chunk < pivot)
         else:
             together = exploration.kind == "shared_init" and purpose == "init"
         if not together:

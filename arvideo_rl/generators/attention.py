@@ -37,7 +37,7 @@ def choose(transformer: CausalWan, name: str, *, trains: bool = False, masked: b
     the window weakens the past (``masked``), lacks what that takes."""
     if name not in BACKENDS:
         raise ValueError(f"attention={name}: unknown; choose one of {', '.join(BACKENDS)}")
-    weight = next(p for p in transformer.parameters() if p.ndim > 1)
+    weight = transformer.blocks[0].attn1.to_q.weight  # loading keeps norms and others in float32; this is what attends
     error = attempt(name, weight.device, weight.dtype, transformer.config.attention_head_dim, trains, masked)
     transformer.attention = AttentionBackendName(BACKENDS[name][0])
     said = f"attention {name} ({version_of(name)}, {str(weight.dtype)[6:]} on {weight.device.type})"

@@ -110,10 +110,10 @@ class Generator:
             seen=seen,
         )  # fmt: skip
 
-    def given(self, model: Callable, script: Script, latents: Tensor) -> Any:
+    def given(self, model: Callable, script: Script, latents: Tensor, draw: Draw) -> Any:
         """The context after clean ``latents`` [B, F, C, h, w] (whole chunks) that were not generated."""
-        window = self.streaming.attention_window()
-        return given(Denoiser(model, window, script), latents, window.chunks(latents.shape[1]))
+        denoiser = self.denoiser(model, script, draw)
+        return given(denoiser, latents, denoiser.window.chunks(latents.shape[1]))
 
     def to(self, device: torch.device | str) -> Generator:
         """Move the networks; returns self."""
@@ -149,12 +149,19 @@ class Generator:
         told = _described(path)
         if told.wan:
             transformer, text, codec, said = load_parts(told.wan, path.parent)
+            _check(transformer, told.streaming, path)
             return cls(transformer, text, codec, told.streaming, told.wan, said)
         transformer = _load_strict(CausalWan, path.parent / "transformer")
+        _check(transformer, told.streaming, path)
         text = _load_strict(WordEncoder, path.parent / "text_encoder")
         size = sum(p.numel() for p in transformer.parameters())
         said = f"loaded {size / 1e6:.1f} M parameters from {path.parent}"
         return cls(transformer, text, told.codec, told.streaming, None, said)
+
+
+def _check(transformer: CausalWan, streaming: Streaming, path: Path) -> None:
+    if streaming.linear and not transformer.config.linear_state:
+        raise ValueError(f"{path}: streaming.linear=true, but these weights have no linear_proj; set it to false")
 
 
 def find_generator(source: str | Path) -> Path:

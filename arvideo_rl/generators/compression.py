@@ -19,15 +19,16 @@ from arvideo_rl.generators.spans import Span
 LOOKS = 4  # newest frames whose queries decide, as in the paper
 
 
-def compress(leaving: Span, newest: Span, frames: int) -> Span:
+def compress(leaving: Span, looking: list[Tensor], frames: int) -> Span:
     """The ``frames`` frames' worth of tokens of ``leaving`` with the largest phi_j = sum over queries q . k_j, as the
-    frames that end where ``leaving`` ends. ``newest.sums`` are its queries' sums (transformer.py)."""
+    frames that end where ``leaving`` ends. ``looking`` are each layer's sums of the queries of the newest LOOKS frames
+    [B, frames, N, D] (transformer.py)."""
     if leaving.stop - leaving.start <= frames:
         return leaving
     keys, values = [], []
-    for k, v, queries in zip(leaving.keys, leaving.values, newest.sums):
+    for k, v, queries in zip(leaving.keys, leaving.values, looking):
         seen = turn(k, tuple(range(leaving.start, leaving.stop))).float()
-        scores = torch.einsum("bnd,btnd->bt", queries[:, -LOOKS:].sum(1).float(), seen)
+        scores = torch.einsum("bnd,btnd->bt", queries.sum(1).float(), seen)
         count = frames * (k.shape[1] // (leaving.stop - leaving.start))
         best = scores.topk(count, dim=1).indices.sort(1).values  # in order of time
         keys.append(_take(k, best))

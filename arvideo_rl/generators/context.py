@@ -118,20 +118,20 @@ class Context:
 
     def past(self, shape: KeyShape, frames: int) -> tuple[Past, ...]:
         """What every layer reads besides a chunk of ``frames`` frames; nothing at the start of a stream."""
-        return self.view()
+        return self.view(shape.dtype)
 
-    def view(self) -> tuple[Past, ...]:
-        """Per layer the rotated keys and the values [B, held * L, N, D] of the past; made once, then remembered."""
+    def view(self, dtype: torch.dtype | None = None) -> tuple[Past, ...]:
+        """Per layer the rotated keys and the values [B, held * L, N, D] of the past, in ``dtype`` or that of the newest
+        span; made once, then remembered."""
         if not self.spans:
             return ()
         if "view" not in self._rotated:
-            positions = self.positions()
-            layers = range(len(self.spans[0].keys))
+            positions, dtype = self.positions(), dtype or self.spans[-1].keys[0].dtype
             self._rotated["view"] = tuple(
                 Past(
-                    turn(torch.cat([s.keys[i] for s in self.spans], 1), positions),
-                    torch.cat([s.values[i] for s in self.spans], 1),
+                    turn(torch.cat([s.keys[i].to(dtype) for s in self.spans], 1), positions),
+                    torch.cat([s.values[i].to(dtype) for s in self.spans], 1),
                 )
-                for i in layers
+                for i in range(len(self.spans[0].keys))
             )
         return self._rotated["view"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arvideo_rl.generators.context import Context
 from arvideo_rl.generators.ring import Ring, unfit
 from arvideo_rl.generators.switching import newest, recache, switch
 from arvideo_rl.generators.transformer import Prediction
@@ -72,15 +73,16 @@ class Denoiser:
         context = self._kept(context)
         a, b = context.position, stop or self.window.end_of(context.position)
         start, text = self.script.prompt_at(a)
+        switched = a > 0 and self.script.prompt_at(max(0, a - self.window.chunk))[0] != start  # since the last chunk
         read = self._read.setdefault(start, {}) if self.fixed else None
         actions_in = self.script.actions_in
         if isinstance(context, Ring):
-            if start == a > 0 and self.window.at_switch != "keep":
+            if switched and self.window.at_switch != "keep":
                 context.load(switch(self.model, self.window, context.context(), text, actions_in))
             return context.change(text=text, actions=actions_in(a, b), read=read)
         if self.window.recompute and a > 0:
             context = recache(self.model, self.window, context, text, actions_in)
-        elif start == a > 0:
+        elif switched:
             context = switch(self.model, self.window, context, text, actions_in)
         return context.condition(text, actions_in(a, b), read)
 
@@ -89,17 +91,18 @@ class Denoiser:
         levels = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(*x.shape[: 1 + isinstance(t, Tensor)])
         return self.model(x, levels, context).x0
 
-    def refresh(self, x0: Tensor, context: Any) -> Any:
-        """Run the clean chunk at t = 0 and commit its keys and values, detached. A window that recomputes only keeps
-        the chunk: ``enter`` runs it."""
-        x0 = x0 if self.mix is None else self.mix(x0, context.position)
-        clean = torch.zeros(x0.shape[:1], device=x0.device)
-        if isinstance(context, Ring):
-            self.model(x0, clean, context)
-            return context.commit().change(recent=newest(self.window, context.state.recent, x0))
-        recent = newest(self.window, context.recent, x0.detach())
+    def refresh(self, x0: Tensor, context: Any, reading: Context | None = None) -> Any:
+        """Run the clean chunk at t = 0 and commit its keys and values, detached; ``reading`` is what the forward reads
+        where that is not the context itself. A window that recomputes only keeps the chunk: ``enter`` runs it."""
+        ring = isinstance(context, Ring)
+        recent = newest(self.window, context.state.recent if ring else context.recent, x0.detach())
         if self.window.recompute:
             return replace(context, position=context.position + x0.shape[1], recent=recent)
-        out = self.model(x0, clean, context, write=True)
+        x0 = x0 if self.mix is None else self.mix(x0, context.position)
+        clean = torch.zeros(x0.shape[:1], device=x0.device)
+        if ring:
+            self.model(x0, clean, context)
+            return context.commit().change(recent=recent)
+        out = self.model(x0, clean, reading or context, write=True)
         assert out.span is not None
         return replace(self.window.commit(context, out.span.detach()), recent=recent)

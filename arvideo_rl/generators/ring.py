@@ -129,7 +129,7 @@ class Ring:
         oldest = max(middle, stop - (w.size - w.sink - w.chunk))
         if w.sink and w.positions == "adjacent" and start < middle:
             self.sinks = self._span(self.state.origin, min(middle, stop))
-        if w.fold is not None and start >= middle:
+        if w.fold is not None and stop >= middle:
             assert self.sinks is not None
             leaving, newest = self._span(middle, oldest), self._span(start, stop)
             assert newest is not None
@@ -175,10 +175,10 @@ class Ring:
         first = self.position - len(held)
         where = self._where([self.frames.index(f) for f in range(self.sinks.start, self.sinks.stop)])
         for buffer, keys in zip(self.keys, self.sinks.keys):
-            buffer.index_copy_(1, where, turn(keys, tuple(range(first, first + count))))
+            buffer.index_copy_(1, where, turn(keys, tuple(range(first, first + count))).to(buffer.dtype))
         if self.window.fold is not None:
             for buffer, values in zip(self.values, self.sinks.values):
-                buffer.index_copy_(1, where, values)
+                buffer.index_copy_(1, where, values.to(buffer.dtype))
 
     def _span(self, start: int, stop: int) -> Span | None:
         """Frames [start, stop) that are held where they stand at their own time, as a span."""

@@ -42,11 +42,7 @@ class Routed:
 
     def refresh(self, x0: Tensor, context: Context) -> Context:
         """Write the clean chunk's keys and values under the routed past into the ordinary one."""
-        if not self.start_frame <= context.position < self.stop_frame:
-            return self.inner.refresh(x0, context)
-        out = self.inner.model(x0, torch.zeros(len(x0), device=x0.device), self.view(context), write=True)
-        assert out.span is not None
-        return self.inner.window.commit(context, out.span.detach())
+        return self.inner.refresh(x0, context, self.view(context))
 
     def view(self, context: Context) -> Context:
         """What a chunk at ``context.position`` reads; made once per chunk."""

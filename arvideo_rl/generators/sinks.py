@@ -17,7 +17,8 @@ from arvideo_rl.generators.window import Fold
 def ema(alpha: float) -> Fold:
     """Moving average: sink <- alpha sink + (1 - alpha) frame, keys and values, token by token, for every frame that
     leaves; frame f goes to sink f mod s, so sink and chunk sizes may differ (the official code folds only equal sizes
-    and overwrites otherwise). Half-life in chunks: ln 2 / (1 - alpha). Source: Reward-Forcing, where alpha = 0.999."""
+    and overwrites otherwise). Half-life in chunks: ln 2 / (1 - alpha). Sinks become float32: in bfloat16, where the
+    official code keeps them, steps of .001 are mostly rounded away. Source: Reward-Forcing, where alpha = 0.999."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha}: a moving average takes 0 to 1")
 
@@ -31,7 +32,7 @@ def ema(alpha: float) -> Fold:
             for frame, value in zip(frames, _frames(new, len(frames)).unbind(1)):
                 slot = (frame - sinks.start) % size
                 slots[slot] = slots[slot].lerp(value.float(), 1 - alpha)
-            return torch.stack(slots, 1).flatten(1, 2).to(old.dtype)
+            return torch.stack(slots, 1).flatten(1, 2)
 
         return _map(sinks, leaving, mixed)
 

@@ -41,6 +41,12 @@ class Streaming:
     first_alone: bool = False  # the first frame is a chunk of its own
     joint: bool = False  # several chunks are denoised together, the oldest cleanest (samplers/rolling.py)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.refresh_level < 1:
+            raise ValueError(f"streaming.refresh_level={self.refresh_level} must be at least 0 and below 1")
+        if self.joint and self.first_alone:
+            raise ValueError("streaming.joint and streaming.first_alone: joint denoising needs chunks of one size")
+
     @property
     def levels(self) -> tuple[float, ...]:
         """Warped noise levels the sampler visits."""
@@ -49,13 +55,11 @@ class Streaming:
     def mix(self, draw: Draw) -> Callable[[Tensor, int], Tensor] | None:
         """What a denoiser mixes into chunks that it refreshes, drawn under "refresh". Public training code refreshes at
         .00498 where it means 0 (shift 5), so that released weights saw it; their inference code does not."""
-        if not 0 <= self.refresh_level < 1:
-            raise ValueError(f"refresh_level={self.refresh_level} must be at least 0 and below 1")
         if self.refresh_level == 0:
             return None
 
         def mixed(x0: Tensor, start: int) -> Tensor:
-            noise = draw(-(-start // self.chunk), 0, "refresh")[:, : x0.shape[1]]
+            noise = draw(-(-start // self.chunk), 0, "refresh")[: x0.shape[0], : x0.shape[1]]
             return forward(x0, noise, self.refresh_level)
 
         return mixed
@@ -68,4 +72,5 @@ class Streaming:
         return Window(
             self.chunk, self.window, self.sink, self.positions, fold, self.at_switch, self.keep_sinks,
             self.first_alone, self.compress, self.linear, self.recompute, self.past_weight,
+            self.chunk * len(self.steps) if self.joint else 0,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,18 +62,19 @@ def recache(
     keep: tuple[Span, ...] = (),
     joint: bool = False,
 ) -> Context:
-    """The newest clean latents run again after the spans ``keep``, as many as the window holds; attention to the past
-    has its full weight then."""
+    """The newest clean latents run again after the spans ``keep``, as many as the window holds, an odd piece first
+    where they are no whole chunks. Attention to the past has its full weight then."""
     assert context.recent is not None
     held = sum(s.stop - s.start for s in keep)
     room = context.position if window.size is None else window.size - (window.chunk if window.recompute else 0)
     frames = min(context.recent.shape[1], room - held, context.position - held)
-    chunk = frames if joint else min(window.chunk, frames)
-    first = context.position - (frames // chunk * chunk if frames else 0)
+    first = context.position - frames
+    whole = [] if joint else range(first + frames % window.chunk, context.position, window.chunk)
+    bounds = pairwise(sorted({first, *whole, context.position}))
     origin, weight = context.origin if keep else first, context.past_weight
     new = replace(context, spans=keep, position=first, origin=origin, past_weight=1.0, _rotated={})
-    for start in range(first, context.position, chunk or 1):
-        x0 = context.recent[:, start - context.position :][:, :chunk]
-        new = new.condition(text, actions(start, start + chunk))
+    for start, stop in bounds:
+        x0 = context.recent[:, start - context.position :][:, : stop - start]
+        new = new.condition(text, actions(start, stop))
         new = window.commit(new, model(x0, torch.zeros(len(x0), device=x0.device), new, write=True).span)
     return replace(new, past_weight=weight)

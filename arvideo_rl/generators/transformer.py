@@ -102,6 +102,8 @@ class CausalWan(WanTransformer3DModel):
             raise ValueError("the context has no text: call context.condition(text, actions) first")
         grid = (height // p_h, width // p_w)
         copies = batch // context.text.shape[0]
+        if copies * context.text.shape[0] != batch:
+            raise ValueError(f"{batch} rows of latents do not go with {context.text.shape[0]} rows of text")
         t = t[:, None].expand(batch, frames) if t.ndim == 1 else t
 
         temb = self._time(t, context.actions, copies)  # [B, F, E]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from arvideo_rl.generators.compression import compress
+import torch
+
+from arvideo_rl.generators.compression import LOOKS, compress
 from arvideo_rl.generators.context import Context
 from arvideo_rl.generators.linear import fold
 from arvideo_rl.generators.spans import Span, crop
@@ -37,17 +39,20 @@ class Window:
     linear: bool = False
     recompute: bool = False
     past_weight: float = 1.0
+    work: int = 0  # frames denoised together where that is several chunks (samplers/rolling.py); 0: one chunk
 
     def __post_init__(self) -> None:
         if self.positions not in ("absolute", "adjacent"):
             raise ValueError(f"window positions {self.positions!r} is unknown; choose absolute or adjacent")
         if self.chunk < 1 or self.sink < 0:
             raise ValueError(f"chunk must be at least 1 and sink at least 0, not chunk={self.chunk} sink={self.sink}")
-        least = self.sink + self.compress + self.chunk
+        work = self.work or self.chunk
+        least = self.sink + self.compress + work
         if self.size is not None and self.size < least:
             kept = f" + compress {self.compress}" if self.compress else ""
             raise ValueError(
-                f"window of {self.size} frames cannot hold sink {self.sink}{kept} + chunk {self.chunk}; "
+                f"window of {self.size} frames cannot hold sink {self.sink}{kept} + "
+                f"{'frames in work' if self.work else 'chunk'} {work}; "
                 f"set window to {least} or more"
             )
         if self.at_switch not in AT_SWITCH:
@@ -88,15 +93,20 @@ class Window:
         spans, linear = [*context.spans, span], context.linear
         if self.size is not None:
             first, middle = context.origin, context.origin + self.sink
-            oldest = max(middle, span.stop - (self.size - self.sink - self.compress - self.chunk))
+            oldest = max(middle, span.stop - (self.size - self.sink - self.compress - (self.work or self.chunk)))
             sinks, leaving = crop(spans, first, middle), Span.join(crop(spans, middle, oldest))
-            if self.fold is not None and span.start >= middle:
+            if self.fold is not None and span.stop >= middle:
                 whole = Span.join(sinks)
                 assert whole is not None
                 sinks = [self.fold(whole, leaving, span)]
             if self.linear and leaving is not None:
                 linear = fold(linear, leaving, span.stop)
-            kept = [compress(leaving, span, self.compress)] if self.compress and leaving is not None else []
+            kept = []
+            if self.compress and leaving is not None:
+                looking = [s for s in crop(spans, span.stop - LOOKS, span.stop) if s.sums]
+                kept = [
+                    compress(leaving, [torch.cat(layer, 1) for layer in zip(*(s.sums for s in looking))], self.compress)
+                ]
             spans = [s.alone() for s in (*sinks, *kept, *crop(spans, oldest, span.stop))]
         return replace(context, spans=tuple(spans), position=span.stop, gap=0, linear=linear, _rotated={})
 

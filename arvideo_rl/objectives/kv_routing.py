@@ -76,6 +76,8 @@ class KVRouting:
 
     def memory(self, window: Window, frames: int) -> Memory:
         """What may be read and where a group may fork."""
+        if window.recompute or window.size is None or window.positions != "adjacent" and window.sink == 0:
+            raise ConfigError("objective kv_routing needs a window that is kept: not recompute, not an unbounded one")
         block = (frames // window.chunk + 1) * window.chunk  # the whole video: no fork is ruled out by a block's end
         return Memory(window.sink, self.routed, self.nearest, window.chunk, self.chunks, self.capacity,
                       window.size or 0, block)  # fmt: skip

@@ -47,9 +47,9 @@ from arvideo_rl.training.settings import (
     lag_keep,
 )
 from arvideo_rl.world.verify import VERIFIERS
+from samplers.exploration import draws
 from samplers.forks import pivot_of
 from samplers.randomness import Key
-from samplers.stream import draw_from
 
 RATIO_OFF = 1e-3  # at the first update of a rollout: above rounding in bfloat16
 
@@ -61,6 +61,10 @@ class Run:
         self.config, self.accelerator = config, accelerator
         self.generator = Generator.load(config.generator).to(accelerator.device)
         streaming = self.generator.streaming
+        if streaming.first_alone:
+            raise ConfigError(
+                "streaming.first_alone=true: videos whose first frame stands alone cannot be trained on here"
+            )
         self.kernel = choose(
             self.generator.transformer, config.attention, trains=True, masked=streaming.past_weight < 1
         )
@@ -206,10 +210,12 @@ class Run:
         seen: dict[str, list[float]] = {}
         parameters = list(self.policies.parameters().values())
         gap = None
-        size = config.group if self.objective.exploration.forks else config.update_batch
+        exploration = self.objective.exploration
+        size = config.group if exploration.forks else config.update_batch
         for i in range(0, len(record), size):
             part = record.rows(slice(i, i + size))
-            draw = draw_from(part.keys, self.generator.latent_shape, part.latents.device)
+            pivot = part.steps.one_first() if exploration.forks and part.steps is not None else None
+            draw = draws(exploration, part.keys, self.generator.latent_shape, part.latents.device, pivot)
             denoiser = self.generator.denoiser(self.policies, part.script, draw)
             if i == 0 and not self.policies.old_is_current:
                 old, current = (lambda n=n: self.policies.using(n) for n in ("old", "current"))

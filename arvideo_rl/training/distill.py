@@ -116,6 +116,11 @@ def check(config: DistillConfig) -> None:
     if any(p < 1 or SIZE % p for p in config.network.patch):
         raise ValueError(f"network.patch={list(config.network.patch)}: both must divide {SIZE}")
     config.streaming.attention_window()  # refuses a window below sink + chunk
+    s = config.streaming
+    untrained = {k: getattr(s, k) for k in ("recompute", "linear", "first_alone", "joint", "refresh_level")}
+    for key, used in (untrained | {"at_switch": s.at_switch.startswith("recache")}).items():
+        if used:
+            raise ConfigError(f"streaming.{key}={getattr(s, key)} cannot be trained from nothing here; leave it out")
 
 
 def build(config: DistillConfig) -> Generator:

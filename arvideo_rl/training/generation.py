@@ -90,7 +90,7 @@ def prepare(config: GenerateConfig) -> Job:
         prompts = Prompts((config.prompt,), torch.tensor([acts]), (0,))
     else:
         prompts = read_prompts(Path(config.prompts), frames)
-    switches = parse_switches(config.switch, streaming.chunk)
+    switches = parse_switches(config.switch, streaming.chunk, int(streaming.first_alone))
     for at, _ in switches:
         if not max(past, 1) <= at < frames:
             seen = f"frames {past} to {frames - 1} are generated" if past else f"the video has {frames} frames"
@@ -125,7 +125,7 @@ def run(job: Job) -> Iterator[Path]:
             with media.writing(path, streaming.fps, config.scale) as add:
                 context = None
                 if job.given is not None:
-                    context = generator.given(job.model, script, job.given)
+                    context = generator.given(job.model, script, job.given, draw)
                     add(decode(job.given)[0])
                 for chunk in generator.stream(
                     job.model, script, draw, job.frames, context=context, start=past, trim=True, in_place=True
@@ -149,16 +149,17 @@ def frames_for(pixel_frames: int, generator: Generator) -> int:
     return frames
 
 
-def parse_switches(text: str, chunk: int) -> list[tuple[int, str]]:
-    """Prompt switches [(frame, prompt), ...]; frames must be positive and begin a chunk."""
+def parse_switches(text: str, chunk: int, first: int = 0) -> list[tuple[int, str]]:
+    """Prompt switches [(frame, prompt), ...]; frames must be positive and begin a chunk. Chunks begin at ``first``, 1
+    where the first frame is one of its own, and every ``chunk`` frames from there."""
     out: list[tuple[int, str]] = []
     for part in filter(None, (p.strip() for p in text.split(";"))):
         frame, colon, prompt = (x.strip() for x in part.partition(":"))
         if not colon or not (frame.isascii() and frame.isdigit()) or not prompt:
             raise ConfigError(f"switch {part!r} is not 'FRAME: new prompt'")
         at = int(frame)
-        if at == 0 or at % chunk:
-            low = max(chunk, at // chunk * chunk)
+        if at == 0 or (at - first) % chunk or at < first:
+            low = max(first or chunk, (at - first) // chunk * chunk + first)
             raise ConfigError(
                 f"switch at frame {at}: a prompt comes into force with a chunk; use {low} or {low + chunk}"
             )

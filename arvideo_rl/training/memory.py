@@ -27,7 +27,8 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
     objective = build_objective(config.objective, config.frames // s.chunk)
     _, levels = objective.levels_trained(s.levels)
     _, p_h, p_w = model.config.patch_size
-    tokens = (s.size // p_h) * (s.size // p_w)
+    _, channels, height, width = generator.latent_shape
+    tokens = (height // p_h) * (width // p_w)
     dim = model.config.num_attention_heads * model.config.attention_head_dim
     longest = max(config.frames, config.held_out.frames)
     held = min(s.window or longest, longest)
@@ -36,17 +37,14 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
     rows = config.update_batch * levels * s.chunk * tokens
     steps = 2 * len(s.levels) if objective.exploration.steps else 0
     branches = config.prompts_per_step * config.group
+    latents = config.frames * channels * height * width
+    pixels = generator.codec.pixel_frames(config.frames) * 3 * s.size * (s.width or s.size)
     return {
         "weights": 4 * weights * (1 if config.policy.kind == "lora" else 3),  # current, old and start
         "adapters and optimizer": 16 * trainable,  # old or gradient, and two moments, besides the weight itself
         "context": 2 * 4 * model.config.num_layers * held * tokens * dim * streams,
         "one chunk's graph": 4 * rows * model.config.num_layers * (14 * dim + 2 * model.config.ffn_dim),
-        "rollout": (2 + steps)
-        * 4
-        * branches
-        * config.frames
-        * model.config.in_channels
-        * s.size**2,  # latents, pixels, steps
+        "rollout": 4 * branches * (latents * (1 + steps) + pixels),
     }
 
 

@@ -1,13 +1,13 @@
 """Of what leaves the window, the tokens that recent queries attend to most stay."""
 
-from dataclasses import replace
 
 import pytest
 import torch
 
+from arvideo_rl.generators import window as window_module
 from arvideo_rl.generators.compression import LOOKS, compress
 from arvideo_rl.generators.denoiser import Denoiser, Script
-from arvideo_rl.generators.rope import place, rotate, rotation
+from arvideo_rl.generators.rope import place, rotate, rotation, turn
 from arvideo_rl.generators.spans import Span
 from arvideo_rl.generators.window import Window
 
@@ -28,8 +28,7 @@ def test_the_tokens_kept_are_those_with_the_largest_sum_of_query_times_key(randn
     values = randn(2, 16, 2, 24)
     turned = rotate(queries, rotation((9, 10, 11), 2, 2, 24, CPU))
     leaving = Span(3, 7, (place(raw, 2, 2),), (values,))
-    newest = Span(9, 12, (queries,), (queries,), (turned.unflatten(1, (3, 4)).sum(2),))
-    kept = compress(leaving, newest, 2)
+    kept = compress(leaving, [turned.unflatten(1, (3, 4)).sum(2)], 2)
     keys = rotate(raw, rotation((3, 4, 5, 6), 2, 2, 24, CPU))
     phi = torch.einsum("bqnd,bknd->bk", turned, keys)
     for row in range(2):
@@ -39,17 +38,35 @@ def test_the_tokens_kept_are_those_with_the_largest_sum_of_query_times_key(randn
     assert (kept.start, kept.stop) == (5, 7)
 
 
-def test_only_the_newest_frames_decide(randn):
-    leaving = Span(0, 3, (randn(1, 3, 2, 24),), (randn(1, 3, 2, 24),))
-    sums = randn(1, LOOKS + 2, 2, 24)
-    newest = Span(9, 9 + LOOKS + 2, (sums,), (sums,), (sums,))
-    late = replace(newest, sums=(torch.cat([9 * randn(1, 2, 2, 24), sums[:, 2:]], 1),))
-    assert torch.equal(compress(leaving, newest, 1).keys[0], compress(leaving, late, 1).keys[0])
+@torch.no_grad()
+def test_a_stream_chooses_by_the_rotated_queries_of_its_newest_frames(tiny, randn, monkeypatch):
+    """The queries are taken from the attention of the clean passes themselves, and the choice is made again by hand."""
+    model, window, asked, queries = tiny(), Window(3, 15, 2, compress=2), [], []
+    choose = window_module.compress
+
+    def spy(leaving, looking, frames):
+        asked.append((leaving, looking, choose(leaving, looking, frames)))
+        return asked[-1][-1]
+
+    monkeypatch.setattr(window_module, "compress", spy)
+    hook = model.blocks[1].attn1.norm_q.register_forward_hook(lambda m, i, out: queries.append(out))
+    past_of(model, window, randn, 6)
+    hook.remove()
+    leaving, looking, kept = asked[-1]
+    newest = torch.cat([q.unflatten(-1, (2, 24)) for q in queries[-2:]], 1)  # frames 12 to 17
+    turned = rotate(newest, rotation(tuple(range(12, 18)), 2, 2, 24, CPU)).unflatten(1, (6, 4)).sum(2)[:, -LOOKS:]
+    torch.testing.assert_close(looking[1], turned, **CLOSE)
+    assert LOOKS == 4 and leaving.stop - leaving.start > 2
+    keys = turn(leaving.keys[1], tuple(range(leaving.start, leaving.stop)))
+    phi = torch.einsum("bfnd,bknd->bk", turned, keys)
+    for row in range(2):
+        best = phi[row].argsort(descending=True)[:8].sort().values
+        assert torch.equal(kept.keys[1][row], leaving.keys[1][row, best])
 
 
 def test_what_fits_stays_as_it_is(randn):
     leaving = Span(3, 5, (randn(1, 8, 2, 24),), (randn(1, 8, 2, 24),))
-    assert compress(leaving, leaving, 2) is leaving
+    assert compress(leaving, [], 2) is leaving
 
 
 @torch.no_grad()

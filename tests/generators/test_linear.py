@@ -8,7 +8,7 @@ import torch
 from arvideo_rl.generators.denoiser import Denoiser, Script
 from arvideo_rl.generators.linear import CAP, fold, place_of, read
 from arvideo_rl.generators.names import to_diffusers, to_official
-from arvideo_rl.generators.rope import place, rotate, rotation
+from arvideo_rl.generators.rope import place, rotate, rotation, turn
 from arvideo_rl.generators.spans import Span
 from arvideo_rl.generators.weights import recognise
 from arvideo_rl.generators.window import Window
@@ -129,3 +129,20 @@ def test_its_weights_have_an_official_name_and_are_recognised(trained):
     name = "blocks.1.self_attn.linear_proj.weight"
     assert to_diffusers(name) == "blocks.1.attn1.linear_proj.weight" and to_official(to_diffusers(name)) == name
     assert recognise(trained.state_dict(), head_dim=24)["linear_state"]
+
+
+@torch.no_grad()
+def test_a_stream_folds_what_leaves_at_its_distance_from_the_next_chunk(trained, randn):
+    denoiser = Denoiser(trained, WINDOW, Script(((0, randn(2, 5, 8)),)))
+    context, kv, count = denoiser.enter(denoiser.start()), 0, 0
+    for k in range(9):
+        after = denoiser.enter(denoiser.refresh(randn(2, 3, 3, 4, 4), context))
+        start = 3 * k - 3  # the chunk that leaves when chunk k is done, the window having room for one past chunk
+        if start >= 3:
+            (gone,) = [s for s in context.spans if s.start == start]
+            position = 3 * k + 3
+            place_of_gone = min(position, CAP) - (position - start)
+            keys = turn(gone.keys[1], tuple(range(place_of_gone, place_of_gone + 3)))
+            kv, count = kv + torch.einsum("btnd,btne->bnde", keys, gone.values[1]), count + 12
+        context = after
+    torch.testing.assert_close(context.linear.kv[1], kv / count, **CLOSE)

@@ -91,3 +91,35 @@ def test_what_does_not_go_together_is_refused(window):
         Window(**{"chunk": 3, "size": 9, "sink": 0, "recompute": True} | window)
     with pytest.raises(ValueError, match=r"past_weight=0 must be above 0"):
         Window(3, 9, 0, past_weight=0)
+
+
+@torch.no_grad()
+def test_the_past_is_weakened_for_the_chunk_but_not_while_it_is_run_again(tiny, randn):
+    model, text, latents, x = tiny(), randn(1, 5, 8), randn(1, 9, 3, 4, 4), randn(1, 3, 3, 4, 4)
+    entered = {}
+    for weight in (1.0, 0.3):
+        denoiser = Denoiser(model, Window(3, 9, 0, recompute=True, past_weight=weight), Script(((0, text),)))
+        context = denoiser.start()
+        for start in (0, 3, 6):
+            context = denoiser.refresh(latents[:, start : start + 3], denoiser.enter(context))
+        entered[weight] = denoiser.enter(context)
+    strong, weak = entered[1.0], entered[0.3]
+    assert weak.past_weight == 0.3
+    for a, b in zip(strong.spans, weak.spans):
+        assert all(map(torch.equal, a.keys + a.values, b.keys + b.values))
+    assert (denoiser.denoise(x, 0.7, weak) - denoiser.denoise(x, 0.7, strong)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("window", "chunks", "held"),
+    [(Window(3, 8, 0, recompute=True), 4, (7, 8, 9, 10, 11)), (Window(3, 7, 0, recompute=True), 4, (8, 9, 10, 11)),
+     (Window(3, 9, 0, recompute=True, first_alone=True), 2, (0, 1, 2, 3))],
+    ids=str,
+)  # fmt: skip
+@torch.no_grad()
+def test_a_window_that_is_no_whole_chunks_loses_nothing(window, chunks, held, tiny, randn):
+    denoiser = Denoiser(tiny(), window, Script(((0, randn(1, 5, 8)),)))
+    context = denoiser.start()
+    for start, stop in window.chunks(3 * chunks)[:chunks]:
+        context = denoiser.refresh(randn(1, stop - start, 3, 4, 4), denoiser.enter(context))
+    assert denoiser.enter(context).held() == held

@@ -165,3 +165,38 @@ def test_what_has_been_taken_in_is_not_taken_in_again(policy):
         with pytest.raises(ValueError, match=f"at_switch {how} runs frames again .*; choose keep, flush or cut"):
             Window(3, 9, 3, at_switch=how, **policy)
     assert Window(3, 9, 3, at_switch="flush", **policy)
+
+
+@pytest.mark.parametrize("how", ["recache", "recache_joint"])
+@pytest.mark.parametrize(
+    ("window", "at", "held"),
+    [(Window(3, 12, 1), 6, range(6)), (Window(3, 12, 1), 9, range(9)), (Window(3, 12, 4), 9, range(9)),
+     (Window(3, 12, 0, first_alone=True), 4, range(4))],
+    ids=str,
+)  # fmt: skip
+@torch.no_grad()
+def test_a_recache_keeps_all_that_the_window_holds(how, window, at, held, tiny, randn):
+    window = replace(window, at_switch=how)
+    denoiser = Denoiser(tiny(), window, Script(((0, randn(1, 5, 8)), (at, randn(1, 5, 8)))))
+    context = denoiser.start()
+    for start, stop in window.chunks(at):
+        context = denoiser.refresh(randn(1, stop - start, 3, 4, 4), denoiser.enter(context))
+    assert denoiser.enter(context).held() == tuple(held)
+
+
+@torch.no_grad()
+def test_a_switch_inside_a_chunk_takes_effect_with_the_next(tiny, randn):
+    calls = []
+
+    def model(x, t, context, write=False):
+        calls.append((context.position, write))
+        return plain(x, t, context, write=write)
+
+    plain, window = tiny(), Window(3, 12, 3, at_switch="recache")
+    denoiser = Denoiser(model, window, Script(((0, randn(1, 5, 8)), (4, randn(1, 5, 8)))))
+    context = denoiser.start()
+    for start in (0, 3, 6, 9):
+        calls.clear()
+        context = denoiser.enter(context)
+        assert bool(calls) == (start == 6)  # the first chunk that begins under the new prompt
+        context = denoiser.refresh(randn(1, 3, 3, 4, 4), context)

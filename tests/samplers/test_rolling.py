@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arvideo_rl.generators.denoiser import Denoiser, Script
+from arvideo_rl.generators.spans import Span
 from arvideo_rl.generators.window import Window
 from samplers.randomness import Key
 from samplers.rolling import rolling
@@ -91,3 +92,24 @@ def test_a_last_chunk_is_trimmed_and_unequal_chunks_are_refused(tiny, randn):
     assert [c.latents.shape[1] for c in out] == [3, 3, 2]
     with pytest.raises(ValueError, match="chunks of one size"):
         list(rolling(make(tiny, randn), [(0, 1), (1, 4)], LEVELS, draw))
+
+
+def test_the_window_counts_the_frames_in_work():
+    """Rolling Forcing's window of 21 frames holds the 15 that are denoised together."""
+    from arvideo_rl.generators.streaming import Streaming
+
+    settings = Streaming(3, 21, 3, steps=(1000.0, 800.0, 600.0, 400.0, 200.0), shift=5.0, joint=True, first_alone=False)
+    window = settings.attention_window()
+    assert window.work == 15 and window.chunks(6) == [(0, 3), (3, 6)]
+    context = window.start()
+    for k in range(8):
+        x = torch.zeros(1, 3, 1, 12)
+        context = window.commit(context, Span(3 * k, 3 * k + 3, (x,), (x,)))
+        assert len(context.held()) + 15 <= 21
+    assert context.held() == (0, 1, 2, 21, 22, 23)
+    with pytest.raises(
+        ValueError, match=r"window of 12 frames cannot hold sink 3 \+ frames in work 15; set window to 18"
+    ):
+        Streaming(3, 12, 3, steps=settings.steps, joint=True).attention_window()
+    with pytest.raises(ValueError, match="joint denoising needs chunks of one size"):
+        Streaming(joint=True, first_alone=True)
