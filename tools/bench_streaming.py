@@ -12,7 +12,9 @@ ring, or contexts), compile (0, 1, or a mode of torch.compile), attention, dtype
 480x832, or reference (dim 256, 6 layers, 64 tokens a frame). --beside runs a second command in turn with the cases; it
 must print a JSON object with "seconds_per_chunk" as its last line. --flops counts the products of one chunk and says
 how far its time lies above what they would take at the speed of one large matrix product on this machine.
-Prints a table (chunks before the window is full are left out) and one JSON line.
+Peak memory is of the device on CUDA, per case; on a CPU of the whole process. Without --decode frames are latent ones
+where a decoder would make several of each. Prints a table (chunks before the window is full are left out) and one JSON
+line.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch.utils.flop_counter import FlopCounterMode
 
 from arvideo_rl.generators import transformer as module
-from arvideo_rl.generators.attention import choose
+from arvideo_rl.generators.attention import BACKENDS, choose
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.codec import IdentityCodec, WanCodec
+from arvideo_rl.generators.pretrained import stored_dtype
 from arvideo_rl.generators.ring import Ring
 from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.transformer import CausalWan
@@ -56,8 +59,8 @@ RUN = dict(threads="1", streams="1", in_place="1", compile="0", attention="nativ
 KINDS = {f.name: type(f.default) if f.default is not None else int for f in fields(Streaming)}
 
 
-def build(name: str, shape: str | None, told: dict[str, str], decode: bool) -> Generator:
-    """The generator of a case, on its device in its dtype."""
+def network_of(name: str, shape: str | None, told: dict[str, str], decode: bool) -> Generator:
+    """A generator on the device of a case in its dtype, as loading gives it: norms and some others stay in float32."""
     dtype = getattr(torch, told["dtype"]) if told["dtype"] else None
     if shape is None:
         generator = Generator.load(name)
@@ -66,23 +69,38 @@ def build(name: str, shape: str | None, told: dict[str, str], decode: bool) -> G
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype or before)
         with torch.device(told["device"]):
-            network = CausalWan(**sizes).eval().requires_grad_(False)
+            network = CausalWan(**sizes, linear_state=_switch("linear", told.get("linear", "0"))).eval()
         torch.set_default_dtype(before)
+        network.requires_grad_(False)
         text = torch.randn(1, tokens, network.config.text_dim, generator=torch.Generator().manual_seed(0))
         encoder: Any = SimpleNamespace(embed=lambda p: text.expand(len(p), -1, -1), to=lambda device: None)
         codec = WanCodec(AutoencoderKLWan().eval().to(dtype)) if decode else IdentityCodec()
         stride = 1 if decode else 8  # without a decoder the latents are taken for the pixels
         generator = Generator(network, encoder, codec, replace(WAN, size=height // stride, width=width // stride))
-    changes = {k: _value(k, v) for k, v in told.items() if k in KINDS}
-    generator.streaming = replace(generator.streaming, **changes)
+    for key, p in generator.transformer.named_parameters():
+        p.data = p.data.to(stored_dtype(key, dtype or p.dtype) if shape or dtype else p.dtype)
     return generator.to(told["device"])
+
+
+def settings_of(generator: Generator, told: dict[str, str]) -> Generator:
+    """The same networks with the streaming settings of a case."""
+    changes = {k: _value(k, v) for k, v in told.items() if k in KINDS}
+    return replace(generator, streaming=replace(generator.streaming, **changes))
 
 
 def _value(key: str, text: str) -> Any:
     kind = KINDS[key]
+    if key in ("window", "width") and text in ("null", "none"):
+        return None
     if kind is bool:
-        return text in ("1", "true")
+        return _switch(key, text)
     return tuple(map(float, text.split("-"))) if kind is tuple else kind(text)
+
+
+def _switch(key: str, text: str) -> bool:
+    if text.lower() not in ("0", "1", "true", "false"):
+        raise ValueError(f"{key}={text}: use 0 or 1")
+    return text.lower() in ("1", "true")
 
 
 def stream_once(generator: Generator, told: dict[str, str], frames: int, decode: bool) -> dict[str, list[float]]:
@@ -94,10 +112,12 @@ def stream_once(generator: Generator, told: dict[str, str], frames: int, decode:
                               torch.ones(streams, frames, dtype=torch.long) if actions else None)  # fmt: skip
     draw = draw_from([Key(0, branch=i) for i in range(streams)], generator.latent_shape, told["device"])
     decoder = generator.codec.decoder() if decode else None
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     out: dict[str, list[float]] = {"seconds": [], "bytes": [], "past": []}
     begun = time.perf_counter()
     for chunk in generator.stream(
-        generator.transformer, script, draw, frames, to_continue=True, in_place=told["in_place"] == "1"
+        generator.transformer, script, draw, frames, to_continue=True, in_place=_switch("in_place", told["in_place"])
     ):
         if decoder:
             decoder(chunk.latents)
@@ -168,17 +188,34 @@ def main() -> None:
     parser.add_argument("--flops", action="store_true")
     parser.add_argument("--beside", metavar="COMMAND")
     args = parser.parse_args()
+    if bad := [item for item in (*args.set, *args.vary) if "=" not in item]:
+        parser.error(f"{bad[0]}: write KEY=VALUE")
     varied = {k: v.split(",") for k, v in (item.split("=", 1) for item in args.vary)}
     fixed = RUN | dict(item.split("=", 1) for item in args.set)
     if unknown := [k for k in (*fixed, *varied) if k not in RUN and k not in KINDS]:
         parser.error(f"unknown {', '.join(unknown)}; known: {', '.join((*RUN, *KINDS))}")
+    for key, values in {**{k: [v] for k, v in fixed.items()}, **varied}.items():
+        for value in values:
+            try:
+                if key == "dtype":
+                    assert value in ("", "float32", "bfloat16", "float16"), f"dtype={value}: use float32 or bfloat16"
+                elif key in KINDS:
+                    _value(key, value)
+                elif key in ("in_place",):
+                    _switch(key, value)
+            except (ValueError, AssertionError) as error:
+                parser.error(f"{key}={value}: {error}")
     torch._dynamo.config.recompile_limit = 64
     cases: dict[str, Callable[[bool], dict]] = {}
     made: dict[str, tuple[Generator, dict[str, str]]] = {}
+    networks: dict[tuple, Generator] = {}  # cases share them
     for combination in itertools.product(*varied.values()):
         told = fixed | dict(zip(varied, combination))
         name = " ".join(f"{k}={v}" for k, v in zip(varied, combination)) or "ours"
-        generator = build(args.generator, args.random, told, args.decode)
+        where = tuple(told[k] for k in ("dtype", "device")) + (told.get("linear", ""),)
+        if where not in networks:
+            networks[where] = network_of(args.generator, args.random, told, args.decode)
+        generator = settings_of(networks[where], told)
         print(choose(generator.transformer, told["attention"], masked=generator.streaming.past_weight < 1), flush=True)
         made[name] = (generator, told)
         cases[name] = case_of(generator, told, args.frames, args.decode)
@@ -201,6 +238,7 @@ def case_of(generator: Generator, told: dict[str, str], frames: int, decode: boo
 
     def run(warm: bool) -> dict:
         eager, module._block = module._block, block  # type: ignore[assignment]
+        generator.transformer.attention = AttentionBackendName(BACKENDS[told["attention"]][0])
         few = 2 * (generator.streaming.window or 0) + 2 * generator.streaming.chunk
         try:
             return stream_once(generator, told, min(frames, few) if warm else frames, decode)
@@ -247,7 +285,8 @@ def row(name: str, found: dict[str, list[dict]], made: tuple | None, args: argpa
     marks = sorted({min(filled, len(run["seconds"]) - 1), len(run["seconds"]) // 2, len(run["seconds"]) - 1})
     out["along"] = [{"frame": m * s.chunk, "seconds": statistics.median(run["seconds"][max(0, m - 4) : m + 1]),
                      "past_bytes": run["past"][m], "peak_bytes": run["bytes"][m]} for m in marks]  # fmt: skip
-    print(f"   {out['frames_per_second']:8.1f} frames/s   peak {run['bytes'][-1] / 2**20:.0f} MiB")
+    kind = "pixel" if args.decode or generator.codec.stride == 1 and not args.random else "latent"
+    print(f"   {out['frames_per_second']:8.1f} {kind} frames/s   peak {run['bytes'][-1] / 2**20:.0f} MiB")
     for at in out["along"]:
         print(f"    at frame {at['frame']:>5}: {at['seconds']:.4f} s, past {at['past_bytes'] / 2**20:.1f} MiB, "
               f"peak {at['peak_bytes'] / 2**20:.0f} MiB")  # fmt: skip

@@ -44,13 +44,18 @@ def convert_weights(
     count = load_strictly(model, {k: v.to(stored_dtype(k, dtype)) if dtype else v for k, v in state.items()}, path)
     del state
     merged = f", LoRA merged into {merge(model, read_lora(locate(lora), lora_alpha))} modules" if lora else ""
+    if form != "official" and model.config.linear_state:
+        raise ValueError(
+            f"{source} has a linear state (linear_proj), for which diffusers has no place; use format=official"
+        )
     mine = model.state_dict()
     with _file_aside(out) if form == "official" else aside(out) as target:
         if form == "official":
             save_official(model, target)
         else:
             with torch.device("meta"):
-                theirs = WanTransformer3DModel(**{k: model.config[k] for k in recognise(mine, head_dim)})
+                sizes = {k: model.config[k] for k in recognise(mine, head_dim) if k != "linear_state"}
+                theirs = WanTransformer3DModel(**sizes)
             theirs.load_state_dict(mine, assign=True)
             theirs.save_pretrained(target)
         again, _ = read_state(target)

@@ -7,6 +7,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from arvideo_rl.generators import attention
 from arvideo_rl.generators.attention import BACKENDS, attempt, choose
 from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.pretrained import stored_dtype
 
 CPU = torch.device("cpu")
 
@@ -54,6 +55,14 @@ def test_a_kernel_without_gradients_is_refused_for_training(tiny):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_and_weakened_pasts_are_tried_where_they_are_needed(name, dtype):
     assert 0 < attempt(name, CPU, dtype, 32, trains=True, masked=True) < 1e-2
+
+
+def test_what_is_tried_is_the_dtype_that_attends(tiny):
+    """Loading a model in bfloat16 leaves norms and others in float32."""
+    model = tiny()
+    for key, p in model.named_parameters():
+        p.data = p.data.to(stored_dtype(key, torch.bfloat16))
+    assert next(model.parameters()).dtype == torch.float32 and "bfloat16 on cpu" in choose(model, "native")
 
 
 @pytest.mark.parametrize("fault", ["scaled", "unmasked"])

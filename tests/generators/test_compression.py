@@ -1,6 +1,5 @@
 """Of what leaves the window, the tokens that recent queries attend to most stay."""
 
-
 import pytest
 import torch
 

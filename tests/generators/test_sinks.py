@@ -64,6 +64,25 @@ def values(s):
     return s.keys[0][0, ::2, 0, 0].tolist()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@torch.no_grad()
+def test_small_steps_are_not_rounded_away_in_bfloat16(in_place, tiny, randn):
+    """At alpha .999 a bfloat16 sink would hardly move; it is kept in float32 and read in bfloat16."""
+    model, window = tiny().bfloat16(), Window(3, 6, 3, "adjacent", ema(0.999))
+    denoiser = Denoiser(model, window, Script(((0, randn(1, 5, 8).bfloat16()),)), in_place=in_place)
+    context = denoiser.start()
+    for k in range(5):
+        x = randn(1, 3, 3, 4, 4).bfloat16()
+        context = denoiser.refresh(x, denoiser.enter(context))
+        first = context.sinks if in_place else context.spans[0]
+        if k == 0:
+            begun = first.values[0].float().clone()
+    assert first.values[0].dtype == torch.float32
+    moved, grid = (first.values[0] - begun).abs(), torch.finfo(torch.bfloat16).eps * begun.abs() / 2
+    assert ((moved > 0) & (moved < grid)).float().mean() > 0.2  # smaller than a bfloat16 number could have changed by
+    assert denoiser.denoise(x, 0.7, denoiser.enter(context)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("sink, chunk", [(2, 2), (3, 2), (2, 3), (1, 3)])
 def test_every_leaving_frame_is_folded_into_its_slot(sink, chunk):
     sinks, leaving = span(0, *range(sink)), span(sink, *(3.0 + i for i in range(chunk)))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -339,10 +340,11 @@ def test_rewards_are_combined_by_their_weighted_advantages(config):
     run.rewards = {"a": (None, 3.0), "b": (None, -1.0)}
     values = {"a": torch.tensor([[1.0], [3.0]]), "b": torch.tensor([[500.0], [100.0]])}
     content = {k: torch.zeros(2, 1, dtype=torch.bool) for k in values}
-    adv, _ = run._advantages(values, content, torch.tensor([0, 0]))
+    record = SimpleNamespace(groups=torch.tensor([0, 0]))
+    adv, _ = run._advantages(values, content, record)
     torch.testing.assert_close(adv, torch.tensor([[-1.0], [1.0]]))
     run.rewards["b"] = (None, 1.0)
-    adv, _ = run._advantages(values, content, torch.tensor([0, 0]))
+    adv, _ = run._advantages(values, content, record)
     torch.testing.assert_close(adv, torch.tensor([[-0.5], [0.5]]))  # (3 - 1) / 4
 
 

@@ -37,6 +37,17 @@ def test_random_weights_of_a_named_size(capsys, monkeypatch):
     assert json.loads(out[-1])[0]["frames_per_second"] > 0
 
 
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [("in_place=yes", "in_place=yes: use 0 or 1"), ("dtype=bf16", "dtype=bf16: use float32"),
+     ("window", "write KEY=VALUE"), ("sink=x", "sink=x")],
+)  # fmt: skip
+def test_a_value_that_cannot_be_read_is_refused(item, message, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        lines(capsys, monkeypatch, "bench_streaming.py", "tiny", "--set", item)
+    assert message in capsys.readouterr().err
+
+
 def test_an_unknown_key_and_a_failing_command_are_told(small, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         lines(capsys, monkeypatch, "bench_streaming.py", small, "--vary", "windw=1,2")
