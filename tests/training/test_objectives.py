@@ -15,6 +15,7 @@ import yaml
 from accelerate import Accelerator
 
 from arvideo_rl.config import ConfigError, load, presets
+from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.settings import OBJECTIVES, AlignConfig, Method, build_objective
@@ -73,6 +74,17 @@ def test_an_iteration_trains_and_a_resumed_run_is_the_same_to_the_bit(name, conf
 def test_the_first_update_of_a_rollout_finds_a_ratio_of_one(name, config):
     config = told(config, name)
     config.updates = 1
+    assert Run(config, Accelerator()).step()["train/ratio_off"] < 1e-5
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("nft", "fpo")])
+def test_noise_of_refreshing_is_found_again_in_the_update(name, config, tmp_path):
+    """Else the update's context is not the sampler's, and the ratio is not one."""
+    generator = Generator.load(config.generator)
+    generator.streaming = dataclasses.replace(generator.streaming, refresh_level=0.2)
+    generator.save(tmp_path / "noisy")
+    config = told(config, name)
+    config.generator, config.updates = str(tmp_path / "noisy"), 1
     assert Run(config, Accelerator()).step()["train/ratio_off"] < 1e-5
 
 
