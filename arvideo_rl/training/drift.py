@@ -60,6 +60,8 @@ def segments(
     draw = draw_from(keys, generator.latent_shape, generator.transformer.device)
     frames = actions.shape[1]
     out, held, decode = [], [], generator.codec.decoder()
+    if settings.first_alone:
+        raise ValueError("streaming.first_alone=true: segments are whole chunks of one size here; measure it without")
     chunks = generator.stream(model, script, draw, frames, in_place=True)
     for chunk in track(chunks, "streaming", frames // settings.chunk, disable=hidden()):
         held.append(decode(chunk.latents).float().cpu())
