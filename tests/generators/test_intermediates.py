@@ -59,7 +59,7 @@ def test_keys_rotated_at_their_frames_and_values_of_a_noisy_pass(golden, inside)
     torch.testing.assert_close(span.values[0][1:], g["chunk0.v_layer0"], **CLOSE)
 
 
-@pytest.mark.parametrize("start", [3, 21])
+@pytest.mark.parametrize("start", [0, 3, 21])
 def test_rotation_at_an_offset_in_one_step_or_two(start, golden):
     g, frames = golden("intermediates"), (start, start + 1, start + 2)
     x, expected = g["rope_in"], g[f"rope_out_start{start}"]

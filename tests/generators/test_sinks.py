@@ -44,14 +44,28 @@ def test_the_average_itself_equals_the_official_one(golden, golden_wan):
     assert not torch.equal(g["l9s3_a09.sink0.k"][1], g["l9s3_a09.sink0.k"][2])
 
 
-def test_where_sink_and_chunk_differ_only_the_frames_before_the_first_roll_are_theirs(golden, golden_wan):
-    """There the official code overwrites the sink; averaging goes on here."""
-    out = torch.cat(
-        [c.latents for c in roll(golden_wan, Window(3, 6, 1, "adjacent", ema(0.999)), golden("rollouts"))], 1
-    )
+def test_where_sink_and_chunk_differ_only_the_frames_before_the_first_roll_are_theirs(golden, golden_wan, roll_by_hand):
+    """There the official code overwrites the sink; averaging goes on here: after n frames left, frame i of them, from
+    1, has the weight (1 - alpha) alpha^(n - i) in the sink, and frame 0 alpha^n."""
+    out = torch.cat([c.latents for c in roll(golden_wan, Window(3, 6, 1, "adjacent", ema(0.9)), golden("rollouts"))], 1)
     theirs = golden("ema_sinks")["l6s1.latents"]
     torch.testing.assert_close(out[:, :6], theirs[:, :6], **CLOSE)
     assert (out[:, 6:9] - theirs[:, 6:9]).abs().max() > 0.01
+
+    def read(frames):
+        if not frames:
+            return []
+        left = frames[: len(frames) - 2]  # frame 0 and all that the sink has taken in; the newest two are in the window
+        n = len(left) - 1
+        weights = [0.9**n] + [0.1 * 0.9 ** (n - i) for i in range(1, n + 1)]
+        average = [
+            tuple(sum(w * x for w, x in zip(weights, layer)) for layer in zip(*(getattr(f, kind) for f in left)))
+            for kind in ("keys", "values")
+        ]
+        return [Span(0, 1, *average), *frames[-2:]]
+
+    by_hand = roll_by_hand(golden_wan, golden("rollouts"), read, adjacent=True)
+    torch.testing.assert_close(out, by_hand, **CLOSE)
 
 
 def span(start, *frames):
