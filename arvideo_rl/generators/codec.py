@@ -121,11 +121,11 @@ class WanCodec:
             nonlocal memory, first
             z = latents.transpose(1, 2).float()
             z = (z * self._std.to(z.device) + self._mean.to(z.device)).to(self.vae.dtype)
-            out = []
+            out, after, opening = [], list(memory), first  # kept only if all succeed, so that they can be tried again
             for frame in self.vae.post_quant_conv(z).split(1, 2):
-                after = list(memory)  # kept only if the frame succeeds, so that it can be tried again
-                out.append(self.vae.decoder(frame, feat_cache=after, feat_idx=[0], first_chunk=first))
-                memory, first = after, False
+                out.append(self.vae.decoder(frame, feat_cache=after, feat_idx=[0], first_chunk=opening))
+                opening = False
+            memory, first = after, False
             return (torch.cat(out, 2).clamp(-1, 1).transpose(1, 2).float() + 1) / 2
 
         return decode
