@@ -82,9 +82,9 @@ def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return data
     below = path.parent / str(base)
     if not below.is_file():  # of a file somewhere else: a shipped preset by its name, as in the presets' own folders
-        below = next((p for p in sorted(presets().glob(f"*/{base}")) if p.is_file()), below)
+        below = next((p for p in sorted(presets().glob("*/*.yaml")) if p.name == str(base)), below)
     if not below.is_file() or below.resolve() in (*seen, path.resolve()):
-        raise ConfigError(f"{path}: base {base!r} is not another file next to it")
+        raise ConfigError(f"{path}: base {base!r} is not another file next to it, nor a shipped preset")
     return _merge(read(below, (*seen, path.resolve())), data)
 
 

@@ -108,11 +108,11 @@ class Kernel:
 
     def from_x0(self, x: Tensor, x0: Tensor, t: float, s: float) -> tuple[Tensor, float]:
         """The same from the predicted clean latents, at one level for all rows; ``cm`` is :func:`consistency`."""
-        mean, std = consistency(x0, s)
+        mean, _ = consistency(x0, s)
         k = self.coefficients(t, s)
         if k.c != 0:
             mean = mean + k.c.item() * (x.float() - (1 - t) * x0.float()) / t
-        return mean, k.q.item() if self.name != "cm" else std
+        return mean, k.q.item()
 
     def _diffusion(self, t: Tensor, s: Tensor) -> Tensor:
         """g of the SDEs."""

@@ -1,11 +1,12 @@
 """Configuration: inheritance, overrides, and errors that name the key and the way out."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arvideo_rl.config import ConfigError, check_ranges, find, load, presets
+from arvideo_rl.config import ConfigError, check_ranges, find, load, presets, read
 
 
 @dataclass
@@ -133,3 +134,11 @@ def test_ranges_and_their_words(interval, inside, outside, words):
     for value in outside:
         with pytest.raises(ConfigError, match=f"here.a.b={value}: use {words}$"):
             check_ranges({"a": {"b": value}}, {"a.b": interval}, "here.")
+
+
+def test_a_base_may_be_a_shipped_preset_by_its_exact_name(tmp_path):
+    data = read(Path(write(tmp_path, "mine.yaml", "base: self_forcing.yaml\nstreaming: {sink: 3}")))
+    assert data["streaming"]["sink"] == 3 and data["streaming"]["window"] == 21 and "base" not in data
+    for other in ("'*.yaml'", "self_forcing", "generators/self_forcing.yaml", "/self_forcing.yaml"):
+        with pytest.raises(ConfigError, match="nor a shipped preset"):
+            read(Path(write(tmp_path, "other.yaml", f"base: {other}")))

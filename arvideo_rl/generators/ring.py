@@ -54,6 +54,7 @@ class Ring:
         self.tokens = 0  # of a frame
         self.taken: list[int] = []  # slots of the chunk in work
         self._open: list[Slots] = []
+        self._loaded: Context | None = None  # taken over, and put into the buffers by the next forward
 
     @property
     def position(self) -> int:
@@ -101,6 +102,8 @@ class Ring:
                 [torch.zeros(full, dtype=shape.dtype, device=shape.device) for _ in range(shape.layers)]
                 for _ in range(2)
             )
+        if self._loaded is not None:
+            self._fill(self._loaded)
         if not self._open:
             slots = [i for i, f in enumerate(self.frames) if f == FREE]
             slots += range(len(self.frames), len(self.frames) + frames - len(slots))
@@ -140,6 +143,8 @@ class Ring:
 
     def context(self) -> Context:
         """The same past as spans, for what a ring cannot do."""
+        if self._loaded is not None:
+            return replace(self.state, spans=self._loaded.spans, _rotated={})
         sinks, origin = self.sinks, self.state.origin
         if sinks is None:
             sinks = self._span(origin, origin + self.window.sink)
@@ -147,24 +152,21 @@ class Ring:
         return replace(self.state, spans=tuple(s for s in (sinks, rest) if s is not None), _rotated={})
 
     def load(self, context: Context) -> Ring:
-        """Take over the past of a context; the buffers stay. Returns self."""
+        """Take over the past of a context; buffers that are there stay. Returns self."""
         self.state, self._open = replace(context, spans=(), _rotated={}), []
         sinks = Span.join(crop(context.spans, context.origin, context.origin + self.window.sink))
         self.sinks = sinks if self.window.positions == "adjacent" else None
         self.frames = list(context.held())
-        if not context.spans:
-            return self
-        keys = [torch.cat(k, 1) for k in zip(*(s.keys for s in context.spans))]
-        values = [torch.cat(v, 1) for v in zip(*(s.values for s in context.spans))]
-        self.tokens = keys[0].shape[1] // len(self.frames)
-        if not self.keys:
-            assert self.window.size is not None
-            batch, _, heads, dim = keys[0].shape
-            shape = (batch, self.window.size * self.tokens, heads, dim)
-            self.keys, self.values = [k.new_zeros(shape) for k in keys], [v.new_zeros(shape) for v in values]
-        for buffer, value in zip((*self.keys, *self.values), (*(turn(k, context.held()) for k in keys), *values)):
-            buffer[:, : value.shape[1]] = value
+        self._loaded = context if context.spans else None
         return self
+
+    def _fill(self, context: Context) -> None:
+        """Write a context's keys, turned, and values into the first slots, in the buffers' dtype."""
+        for buffers, name in ((self.keys, "keys"), (self.values, "values")):
+            for i, buffer in enumerate(buffers):
+                part = torch.cat([getattr(s, name)[i].to(buffer.dtype) for s in context.spans], 1)
+                buffer[:, : part.shape[1]] = turn(part, context.held()) if name == "keys" else part
+        self._loaded = None
 
     def _turn_sinks(self) -> None:
         """Put adjacent sinks right before the recent frames, from the originals."""

@@ -44,6 +44,8 @@ class Streaming:
     def __post_init__(self) -> None:
         if not 0 <= self.refresh_level < 1:
             raise ValueError(f"streaming.refresh_level={self.refresh_level} must be at least 0 and below 1")
+        if self.refresh_level and self.recompute:
+            raise ValueError("streaming.refresh_level and streaming.recompute: what is run again is never refreshed")
         if self.joint and self.first_alone:
             raise ValueError("streaming.joint and streaming.first_alone: joint denoising needs chunks of one size")
 

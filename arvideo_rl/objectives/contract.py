@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import Record
 from samplers.exploration import Exploration
@@ -22,10 +23,6 @@ class Objective(Protocol):
     def exploration(self) -> Exploration:
         """How the branches of a group differ, and whether their steps are recorded."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the trainer must provide: old, start, steps."""
-
     def check_chunks(self, chunks: int) -> None:
         """ConfigError when rollouts of so many chunks leave nothing to train."""
 
@@ -36,3 +33,9 @@ class Objective(Protocol):
         self, policies: Any, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]
     ) -> Iterator[tuple[Tensor, dict[str, float]]]:
         """(loss, metrics) per trained chunk, to be summed; call backward on each before asking for the next."""
+
+
+def check_from_chunk(first: int, chunks: int) -> None:
+    """ConfigError when rollouts of so many chunks end before the ``first`` that may be trained, or be the pivot."""
+    if first >= chunks:
+        raise ConfigError(f"objective.args.from_chunk={first} leaves no chunk to train: a rollout has {chunks}")

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arvideo_rl.config import ConfigError, check_choice, check_ranges
+from arvideo_rl.config import check_choice, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.nft import chunk_levels
 from arvideo_rl.objectives.ratio import clipped_loss
 from arvideo_rl.objectives.record import Record, walk
@@ -50,17 +51,9 @@ class FPO:
         check_ranges(self, {"draws": count, "train_levels": count, "clip": "(0, 1]", "adv_clip": above,
                             "kl_weight": "[0, inf)", "from_chunk": "[0, inf)"}, "objective.args.")  # fmt: skip
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the trainer must provide."""
-        return frozenset({"old"} | ({"start"} if self.kl_weight > 0 else set()))
-
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout that leaves no chunk to train."""
-        if self.from_chunk >= chunks:
-            raise ConfigError(
-                f"objective.args.from_chunk={self.from_chunk} leaves no chunk to train: a rollout has {chunks}"
-            )
+        check_from_chunk(self.from_chunk, chunks)
 
     def levels_trained(self, levels: tuple[float, ...]) -> tuple[int, int]:
         """How many of the sampler's levels are trained, and how many rows a branch has in one forward."""

@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arvideo_rl.config import ConfigError, check_choice, check_ranges
+from arvideo_rl.config import check_choice, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives import ratio
+from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.record import Record, walk
 from samplers.exploration import Exploration
 from samplers.kernels import Kernel
@@ -82,15 +83,7 @@ class GRPO:
 
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout that leaves no chunk to train."""
-        if self.from_chunk >= chunks:
-            raise ConfigError(
-                f"objective.args.from_chunk={self.from_chunk} leaves no chunk to train: a rollout has {chunks}"
-            )
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the trainer must provide."""
-        return frozenset({"steps"} | ({"start"} if self.kl_weight > 0 else set()))
+        check_from_chunk(self.from_chunk, chunks)
 
     def levels_trained(self, levels: tuple[float, ...]) -> tuple[int, int]:
         """How many transitions can be trained, and how many are in one forward."""

@@ -76,16 +76,17 @@ class KVRouting:
 
     def memory(self, window: Window, frames: int) -> Memory:
         """What may be read and where a group may fork."""
-        if window.recompute or window.size is None or window.positions != "adjacent" and window.sink == 0:
-            raise ConfigError("objective kv_routing needs a window that is kept: not recompute, not an unbounded one")
+        if window.recompute or window.size is None:
+            raise ConfigError("objective kv_routing needs a window that is kept: no recompute, and not unbounded")
+        past = window.size - window.sink - window.chunk  # frames a chunk reads besides sinks and itself
+        if self.nearest > past:
+            raise ConfigError(
+                f"objective.args.nearest={self.nearest}: of its past a chunk reads {past} frames besides the sinks, "
+                f"so use at most {past}"
+            )
         block = (frames // window.chunk + 1) * window.chunk  # the whole video: no fork is ruled out by a block's end
         return Memory(window.sink, self.routed, self.nearest, window.chunk, self.chunks, self.capacity,
-                      window.size or 0, block)  # fmt: skip
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the trainer must provide."""
-        return frozenset({"steps", "old", "anchor"} | ({"start"} if self.kl_weight > 0 else set()))
+                      window.size, block)  # fmt: skip
 
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout without room for the routed chunks."""

@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arvideo_rl.config import ConfigError, check_ranges
+from arvideo_rl.config import check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.record import Record, walk
 from samplers.exploration import Exploration
 from samplers.kernels import forward
@@ -89,20 +90,12 @@ class NFT:
 
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout that leaves no chunk to train."""
-        if self.from_chunk >= chunks:
-            raise ConfigError(
-                f"objective.args.from_chunk={self.from_chunk} leaves no chunk to train: a rollout has {chunks}"
-            )
+        check_from_chunk(self.from_chunk, chunks)
 
     @property
     def exploration(self) -> Exploration:
         """Branches differ in all their noise."""
         return Exploration(steps=self.coupling == "visited")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the trainer must provide."""
-        return frozenset({"old"} | ({"start"} if self.kl_weight > 0 else set()))
 
     def losses(
         self, policies, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from arvideo_rl.config import ConfigError, check_choice, check_ranges
+from arvideo_rl.config import check_choice, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.record import Record, walk_to
 from samplers.exploration import Exploration
 from samplers.kernels import mean_over
@@ -52,15 +53,9 @@ class Pairs:
         """How a pair is drawn."""
         return Exploration("pair", self.apart, steps=True)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the trainer must provide."""
-        return frozenset({"steps"} | ({"start"} if self.kl_weight > 0 else set()))
-
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout that leaves no chunk to fork at."""
-        if self.from_chunk >= chunks:
-            raise ConfigError(f"objective.args.from_chunk={self.from_chunk} leaves no pivot: a rollout has {chunks}")
+        check_from_chunk(self.from_chunk, chunks)
 
     def levels_trained(self, levels: tuple[float, ...]) -> tuple[int, int]:
         """How many of the sampler's levels are trained, and stand in one forward."""

@@ -105,13 +105,6 @@ def kl(k: Transition, v: Tensor, v_other: Tensor, form: str = "transition") -> T
     return factor.to(v.device) * mean_over((v.float() - v_other.detach().float()).square())
 
 
-def k3(log_p: Tensor, log_ref: Tensor) -> Tensor:
-    """Estimate of KL(p || ref) from log-probabilities of samples of p, elementwise: exp(d) - d - 1 with
-    d = log_ref - log_p. Unbiased and never negative."""
-    d = log_ref.detach() - log_p
-    return d.exp() - d - 1
-
-
 def chunk_weights(frames: list[int], shape: float) -> Tensor:
     """Weights [K] of chunks with so many frames; their mean over frames is 1. RAVEN, shape -1: later chunks count more.
 

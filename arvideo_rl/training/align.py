@@ -50,6 +50,7 @@ from arvideo_rl.world.verify import VERIFIERS
 from samplers.exploration import draws
 from samplers.forks import pivot_of
 from samplers.randomness import Key
+from samplers.routes import fork_frame
 
 RATIO_OFF = 1e-3  # at the first update of a rollout: above rounding in bfloat16
 
@@ -72,6 +73,9 @@ class Run:
         self.rewards = build_rewards(config.rewards)
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         check_groups(config, self.objective, accelerator.num_processes)
+        if isinstance(self.objective, KVRouting):
+            memory = self.objective.memory(streaming.attention_window(), config.frames)
+            fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
         self.prompts = training_prompts(config.prompts, config.frames)
         prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
         self.held_out = held_out_of(config)

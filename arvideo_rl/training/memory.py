@@ -33,8 +33,9 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
     longest = max(config.frames, config.held_out.frames)
     held = min(s.window or longest, longest)
     weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
-    streams = max(config.rollout_batch, config.update_batch, config.held_out.batch)
-    rows = config.update_batch * levels * s.chunk * tokens
+    at_once = config.group if objective.exploration.forks else config.update_batch  # a fork is taken group by group
+    streams = max(config.rollout_batch, at_once, config.held_out.batch)
+    rows = at_once * levels * s.chunk * tokens
     steps = 2 * len(s.levels) if objective.exploration.steps else 0
     branches = config.prompts_per_step * config.group
     latents = config.frames * channels * height * width

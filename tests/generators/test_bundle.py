@@ -173,3 +173,19 @@ def test_a_generator_with_adapters_attached_is_not_saved(generator, tmp_path):
     with pytest.raises(ValueError, match="adapters are attached.*arvideo convert"):
         generator.save(tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
+
+
+def test_settings_that_do_not_go_together_or_with_the_weights_are_refused(generator, folder):
+    wrong = {
+        "refresh_level=1.0 must be": dict(refresh_level=1.0),
+        "chunks of one size": dict(joint=True, first_alone=True),
+        "run again is never refreshed": dict(refresh_level=0.1, recompute=True),
+    }
+    for says, bad in wrong.items():
+        with pytest.raises(ValueError, match=says):
+            Streaming(**bad)
+    told = json.loads((folder / "generator.json").read_text())
+    told["streaming"] |= {"linear": True, "positions": "adjacent"}
+    (folder / "generator.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="streaming.linear=true, but these weights have no linear_proj"):
+        Generator.load(folder)

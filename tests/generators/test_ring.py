@@ -91,3 +91,19 @@ def test_what_a_ring_cannot_do_is_refused_or_streamed_with_contexts(tiny, script
     denoiser = Denoiser(tiny(), WINDOWS["adjacent"], script, in_place=True)
     with pytest.raises(RuntimeError, match="no gradients"):
         denoiser.denoise(torch.zeros(2, *SHAPE), 0.5, denoiser.enter(denoiser.start()))
+
+
+@torch.no_grad()
+def test_a_ring_takes_over_averaged_sinks_in_bfloat16(tiny, script, randn):
+    """They are float32 while everything else is bfloat16; the buffers are what the network makes."""
+    model, window = tiny().bfloat16(), WINDOWS["ema"]
+    script = Script(tuple((f, t.bfloat16()) for f, t in script.texts), script.actions)
+    begun = given(Denoiser(model, window, script), randn(2, 12, 3, 4, 4).bfloat16(), window.chunks(12))
+    draw, seen = draw_from([Key(1), Key(2)], SHAPE), []
+    for in_place in (True, False):
+        denoiser = Denoiser(model, window, script, in_place=in_place)
+        chunks = [c for c in window.chunks(24) if c[0] >= 12]
+        out = list(stream(denoiser, chunks, LEVELS, lambda *a: draw(*a).bfloat16(), context=begun))
+        seen.append(video(out).float())
+    assert begun.spans[0].keys[0].dtype == torch.float32 and out[-1].context.spans[0].keys[0].dtype == torch.float32
+    assert (seen[0] - seen[1]).norm() < 0.02 * seen[1].norm()

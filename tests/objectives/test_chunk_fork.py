@@ -42,5 +42,5 @@ def test_bad_options_are_refused():
                              (dict(credit="clip"), "credit=clip")):  # fmt: skip
         with pytest.raises((ConfigError, ValueError), match=message):
             ChunkFork(**options)
-    with pytest.raises(ConfigError, match="from_chunk=4 leaves no pivot: a rollout has 4"):
+    with pytest.raises(ConfigError, match="from_chunk=4 leaves no chunk to train: a rollout has 4"):
         ChunkFork(from_chunk=4).check_chunks(4)

@@ -148,10 +148,6 @@ def test_bad_options_are_refused(bad):
         NFT(**bad)
 
 
-def test_needs_the_start_policy_only_when_it_is_pulled_to_it():
-    assert NFT(kl_weight=0.0).needs == {"old"} and NFT(kl_weight=0.1).needs == {"old", "start"}
-
-
 @pytest.mark.parametrize(
     ("mode", "counted"),
     [("all", [-7, -1, 0, 2]), ("positive", [0, 0, 0, 2]), ("negative", [-5, -1, 0, 0]), ("one", [0, 0, 0, 1]),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from arvideo_rl.objectives.ratio import chunk_weights, clipped_loss, k3, kl, log_ratio, masked_loss, score_loss
+from arvideo_rl.objectives.ratio import chunk_weights, clipped_loss, kl, log_ratio, masked_loss, score_loss
 from samplers.kernels import Kernel, log_prob, mean_over
 
 STEPS = [(1.0, 0.9375), (0.9375, 2.5 / 3), (2.5 / 3, 0.625)]
@@ -236,22 +236,6 @@ def test_a_dropped_ratio_that_overflows_leaves_no_nan_gradient():
     loss, _ = masked_loss(log_r, torch.ones(2), torch.ones(2), 0.5)
     assert loss.tolist() == [0.0, -1.0]
     assert gradient(loss, log_r).tolist() == [0.0, -1.0]
-
-
-def test_k3_estimates_the_kl_without_bias_and_is_never_negative():
-    rng = torch.Generator().manual_seed(0)
-    p, ref = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.3, 1.0)
-    x = torch.randn(200_000, generator=rng, dtype=torch.float64)
-    found = k3(p.log_prob(x), ref.log_prob(x))
-    assert (found >= 0).all()
-    assert abs(found.mean() - 0.3**2 / 2) < 5 * found.std() / len(x) ** 0.5
-    assert torch.equal(k3(x, x), torch.zeros_like(x))
-
-
-def test_k3_carries_gradient_of_the_trained_policy_only():
-    log_p, log_ref = torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.5], requires_grad=True)
-    k3(log_p, log_ref).backward()
-    assert log_p.grad.item() == pytest.approx(1 - math.exp(-0.5)) and log_ref.grad is None
 
 
 def test_chunk_weights():

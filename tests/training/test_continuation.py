@@ -10,7 +10,7 @@ from arvideo_rl.cli.main import main
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.training.continuation import fit, read_start
-from arvideo_rl.training.generation import GenerateConfig, prepare, run
+from arvideo_rl.training.generation import GenerateConfig, parse_switches, prepare, run
 
 RED = "a red ball rests"
 
@@ -89,3 +89,11 @@ def test_what_cannot_be_continued_is_one_line(tmp_path, tiny, capsys):
             main(["generate", f"prompt={RED}", f"start={start}", f"out={tmp_path / 'x.mp4'}", *extra])
         assert says in capsys.readouterr().err
     assert not (tmp_path / "x.mp4").exists()
+
+
+def test_with_a_first_frame_of_its_own_prompts_change_where_its_chunks_begin():
+    text = "7: a blue cube rests"
+    assert parse_switches(text, 3, 1) == [(7, "a blue cube rests")] and parse_switches("1: a", 3, 1) == [(1, "a")]
+    for at, near in ((6, "4 or 7"), (8, "7 or 10"), (2, "1 or 4")):
+        with pytest.raises(ConfigError, match=f"switch at frame {at}: .* use {near}"):
+            parse_switches(f"{at}: a blue cube rests", 3, 1)

@@ -138,6 +138,17 @@ def test_what_cannot_be_trained_is_refused(quick, bad):
         run(replace(quick, **bad), progress=False)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"recompute": True, "sink": 0}, {"linear": True}, {"first_alone": True}, {"joint": True, "window": None},
+     {"refresh_level": 0.1}, {"at_switch": "recache"}],
+    ids=str,
+)  # fmt: skip
+def test_streaming_that_its_loop_does_not_do_is_refused(quick, setting):
+    with pytest.raises(ValueError, match=f"streaming.{next(iter(setting))}=.* cannot be trained from nothing here"):
+        run(replace(quick, streaming=replace(quick.streaming, **setting)), progress=False)
+
+
 def test_the_prompt_in_force_is_the_one_after_the_switch(quick, monkeypatch):
     """Each chunk is told what is in force at its first frame: the words change at the clip's own switch, no earlier."""
 

@@ -158,3 +158,12 @@ def test_tiny_does_not_drift_in_4800_frames():
     with torch.no_grad():
         found = segments(generator, generator.transformer, prompts, actions, 300)
     assert len(found) == 16 and verdict(found) == []
+
+
+def test_a_first_frame_of_its_own_is_refused(small):
+    generator = Generator.load(small)
+    generator.streaming = dataclasses.replace(generator.streaming, first_alone=True)
+    with pytest.raises(ValueError, match="first_alone=true: segments are whole chunks"):
+        segments(
+            generator, generator.transformer, held_out_prompts(1, 12, "smooth"), torch.zeros(1, 12, dtype=torch.long), 6
+        )

@@ -1,14 +1,17 @@
 """Memory is estimated from the configuration and a run that plainly cannot fit is refused with what to lower."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from arvideo_rl.config import ConfigError
+from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.training import memory
 from arvideo_rl.training.align import Run
+from arvideo_rl.training.settings import Method
 
 
 def counted(run: Run) -> int:
@@ -44,6 +47,28 @@ def test_the_context_is_as_many_bytes_as_a_rollout_holds(config):
     config.rollout_batch = config.update_batch = config.held_out.batch = 2
     estimated = memory.estimate(config, run.generator, 0)["context"]
     assert held <= estimated <= 2 * held
+
+
+def test_tokens_are_those_of_the_latents_and_forks_are_counted_whole(config):
+    """A Wan at 480 x 832 has 1,560 tokens a frame: the codec makes latents of 60 x 104, patches are 2 x 2."""
+    run = Run(config, Accelerator())
+    network = SimpleNamespace(
+        config=SimpleNamespace(patch_size=(1, 2, 2), num_attention_heads=12, attention_head_dim=128, num_layers=30,
+                               ffn_dim=8960),
+        named_parameters=list,
+    )  # fmt: skip
+    wan = SimpleNamespace(
+        transformer=network, latent_shape=(3, 16, 60, 104), codec=SimpleNamespace(pixel_frames=lambda f: 4 * f - 3),
+        streaming=Streaming(window=12, size=480, width=832),
+    )  # fmt: skip
+    config.rollout_batch = config.update_batch = config.held_out.batch = 1
+    found = memory.estimate(config, wan, 0)
+    per_frame = 2 * 4 * 30 * 1560 * 12 * 128  # keys and values of all layers in float32
+    assert found["context"] == per_frame * 12 and found["rollout"] > 0
+    config.objective, config.group = Method("pairs", {}), 2
+    forked = memory.estimate(config, wan, 0)
+    assert forked["one chunk's graph"] == 4 * found["one chunk's graph"]  # two branches x four steps, not one x two
+    assert forked["context"] == 2 * found["context"] and run.memory["context"] > 0
 
 
 @pytest.mark.parametrize(

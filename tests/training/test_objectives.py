@@ -141,6 +141,32 @@ def test_groups_taken_whole_are_not_split_over_processes(config):
         check_groups(config, objective, 3)
 
 
+@pytest.mark.parametrize(
+    ("streaming", "frames", "message"),
+    [(dict(recompute=True, sink=0), 18, "needs a window that is kept"), (dict(window=None), 18, "not unbounded"),
+     (dict(window=7), 18, "nearest=2: of its past a chunk reads 1 frames besides the sinks, so use at most 1"),
+     (dict(), 12, "no frame to fork at in 12 frames")],
+    ids=str,
+)  # fmt: skip
+def test_routing_without_room_is_refused_before_anything_runs(streaming, frames, message, config, tmp_path):
+    generator = Generator.load(config.generator)
+    generator.streaming = dataclasses.replace(generator.streaming, **streaming)
+    generator.save(tmp_path / "other")
+    config = told(config, "kv_routing")
+    config.generator, config.frames = str(tmp_path / "other"), frames
+    with pytest.raises(ValueError, match=message):
+        Run(config, Accelerator())
+
+
+def test_a_first_frame_of_its_own_is_not_trained_on(config, tmp_path):
+    generator = Generator.load(config.generator)
+    generator.streaming = dataclasses.replace(generator.streaming, first_alone=True)
+    generator.save(tmp_path / "other")
+    config.generator = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match="first_alone=true: .* cannot be trained on here"):
+        Run(config, Accelerator())
+
+
 @pytest.mark.parametrize("path", sorted((presets() / "align").glob("*_tiny.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_builds_its_objective(path):
     config = load(AlignConfig, str(path), [])
