@@ -164,7 +164,7 @@ class Ring:
         """Write a context's keys, turned, and values into the first slots, in the buffers' dtype."""
         for buffers, name in ((self.keys, "keys"), (self.values, "values")):
             for i, buffer in enumerate(buffers):
-                part = torch.cat([getattr(s, name)[i].to(buffer.dtype) for s in context.spans], 1)
+                part = torch.cat([getattr(s, name)[i] for s in context.spans], 1)
                 buffer[:, : part.shape[1]] = turn(part, context.held()) if name == "keys" else part
         self._loaded = None
 

@@ -101,7 +101,7 @@ class KVRouting:
         self, values: Tensor, groups: Tensor, first: Tensor, anchors: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """Advantages [B, K] of rewards ``values`` [B, K], relative to the anchors' that ``anchors`` [B] marks: of the
-        routed chunks, and half as much of the rest, fused per group (routing.py) and the same for all chunks."""
+        routed chunks, and half as much of all from the fork on; fused per group (routing.py), one for all chunks."""
         at = torch.arange(values.shape[1]) - first[:, None]
         nan = torch.full_like(values, torch.nan)
         parts = torch.stack([torch.where((at >= 0) & (at < self.chunks), values, nan).nanmean(1),

@@ -50,7 +50,7 @@ def temperature(energy: Tensor) -> float:
 def fuse(
     local: Tensor, overall: Tensor, weights: tuple[float, float] = (1.0, 0.5), clip: float = 2.5, by_std: bool = True
 ) -> Tensor:
-    """One advantage per branch [G] from those of the routed clip and of the video after it, clipped to +- ``clip``.
+    """One advantage per branch [G] from those of the routed clip and of all from its start, clipped to +- ``clip``.
 
     ``by_std``: each is divided by its own population std first, no mean subtracted; one that is the same for all
     branches then counts nothing.

@@ -118,8 +118,12 @@ def test_the_past_is_weakened_for_the_chunk_but_not_while_it_is_run_again(tiny, 
 )  # fmt: skip
 @torch.no_grad()
 def test_a_window_that_is_no_whole_chunks_loses_nothing(window, chunks, held, tiny, randn):
-    denoiser = Denoiser(tiny(), window, Script(((0, randn(1, 5, 8)),)))
+    run, calls = counted(tiny())
+    denoiser = Denoiser(run, window, Script(((0, randn(1, 5, 8)),)))
     context = denoiser.start()
     for start, stop in window.chunks(3 * chunks)[:chunks]:
         context = denoiser.refresh(randn(1, stop - start, 3, 4, 4), denoiser.enter(context))
+    calls.clear()
     assert denoiser.enter(context).held() == held
+    odd = len(held) % 3  # the odd piece comes first, so that the chunks are those that were generated
+    assert [position for _, position, _ in calls] == [held[0], *range(held[0] + odd, held[-1], 3)]

@@ -24,6 +24,7 @@ WINDOWS = {
     "first alone": Window(3, 9, 3, first_alone=True),
     "sinks of odd size": Window(2, 7, 3),
     "ema": Window(3, 9, 3, fold=ema(0.5)),
+    "ema that begins with the first chunk": Window(3, 4, 1, fold=ema(0.5)),
     "ema of one": Window(3, 8, 1, fold=ema(0.5)),
     "adaptive": Window(3, 9, 3, fold=adaptive(0.9)),
     **{how: Window(3, 9, 3, at_switch=how) for how in ("recache", "recache_joint", "flush", "cut")},

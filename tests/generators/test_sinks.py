@@ -117,6 +117,12 @@ def test_a_window_commits_with_its_fold():
     assert [v for s in context.spans for v in values(s)] == [12.5, 13.5, 30.0, 31.0]
 
 
+def test_frames_that_leave_with_the_chunk_of_the_sinks_are_folded_too():
+    window = Window(3, 4, 1, "adjacent", ema(0.5))
+    context = window.commit(window.start(), span(0, 8.0, 4.0, 0.0))  # one sink, and no room for the two beside it
+    assert context.held() == (0,) and values(context.spans[0]) == [((8 + 4) / 2 + 0) / 2]
+
+
 def test_adaptive_sinks_are_replaced_one_by_one_where_they_are_unlike():
     def spun(start, *angles):
         a = torch.tensor(angles).view(1, -1, 1, 1)

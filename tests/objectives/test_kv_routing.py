@@ -9,8 +9,9 @@ from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.rope import turn
 from arvideo_rl.generators.routing import Routed, routed_span
 from arvideo_rl.generators.spans import crop
+from arvideo_rl.objectives.advantages import anchor_relative
 from arvideo_rl.objectives.kv_routing import KVRouting
-from arvideo_rl.objectives.routing import routing_loss, trajectory_energy
+from arvideo_rl.objectives.routing import fuse, routing_loss, trajectory_energy
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.routed import roll_out_routed
 from samplers.randomness import Key, shared
@@ -62,7 +63,12 @@ def test_a_branch_that_reads_its_ordinary_frames_is_the_anchor(group):
         plain = routed.inner.denoise(x, 1.0, context)
         torch.testing.assert_close(routed.denoise(x, 1.0, context), plain, rtol=0, atol=1e-6)
         other = replace(span, keys=tuple(k.flip(1) for k in span.keys))
-        assert not torch.allclose(replace(routed, routed=other, _seen=None).denoise(x, 1.0, context), plain)
+        changed = replace(routed, routed=other, _seen=None)
+        assert not torch.allclose(changed.denoise(x, 1.0, context), plain)
+        kept, same, moved = (d.refresh(x, context).spans[-1] for d in (routed.inner, routed, changed))
+        torch.testing.assert_close(same.keys[-1], kept.keys[-1], rtol=0, atol=1e-6)
+        assert not torch.allclose(moved.keys[-1], kept.keys[-1]), "what is committed was run under the routed past"
+        assert (moved.start, moved.stop) == (3 * first, 3 * first + 3)
 
 
 def test_routed_frames_keep_their_own_positions_where_those_are_absolute(group):
@@ -132,6 +138,9 @@ def test_advantages_are_relative_to_the_anchor_and_leave_it_out():
         values * torch.tensor([0.0, 1, 1, 1]), torch.zeros(3, dtype=torch.long), first, anchors
     )
     assert torch.equal(adv, again)  # what came before the fork does not count
+    relative, _ = anchor_relative(torch.tensor([[1, 2 / 3], [3, 10 / 3], [2, 2]]), torch.zeros(3), anchors)
+    expected = fuse(relative[:2, 0], relative[:2, 1])  # divided by the branches' own std: the anchor is none of them
+    torch.testing.assert_close(torch.tensor([adv[0, 0], adv[1, 0]]), expected)
 
 
 def test_a_group_that_nothing_beats_can_be_dropped(group):

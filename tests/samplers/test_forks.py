@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from samplers.exploration import Exploration, draws
-from samplers.forks import (
-    antithetic_noise,
-    churn_step,
-    neighbour_noise,
-    pivot_of,
-)
+from samplers.forks import antithetic_noise, churn_step, neighbour_noise, pivot_of
 from samplers.randomness import Key, normal, shared
 
 KEYS = [Key(3, 5, 7, b) for b in range(4)]
@@ -81,6 +76,12 @@ def test_a_fresh_fork_differs_in_all_noise_from_the_pivot_on():
 
 def test_a_pair_fork_differs_in_all_noise_of_the_pivot_alone():
     assert differing(draws(Exploration("pair", 0.1), KEYS, SHAPE, "cpu", 2)) == [d for d in DRAWS if d[0] == 2]
+
+
+def test_routes_share_every_draw_that_of_refreshing_too():
+    draw = draws(Exploration("route"), KEYS, SHAPE, "cpu")
+    assert differing(draw) == []
+    assert torch.equal(draw(1, 0, "refresh")[:1], normal(shared(KEYS[:1]), 1, 0, "refresh", SHAPE))
 
 
 def test_all_forks_of_a_prompt_share_one_prefix():
