@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from arvideo_rl.cli import align
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
-from arvideo_rl.config import load
+from arvideo_rl.config import find, load, read
 
 MEMORY_KEYS = "batch, levels, clips or the network"
 
@@ -20,6 +21,11 @@ The same command continues an interrupted training. Example:
 
   arvideo distill distill/tiny out=runs/mine steps=500
 
+A YAML with an objective is a distillation by distribution matching, of a generator that is there: it has the keys of
+arvideo align and runs as that does, with a teacher and no reward (beta=0). Example:
+
+  arvideo distill distill/dmd_tiny
+
 keys and defaults
 {keys(DistillConfig)}"""
 
@@ -28,6 +34,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     """Run or dry-run."""
     if len(words) != 1:
         raise UsageError("distill takes one YAML file or preset, then key=value; e.g. arvideo distill distill/tiny")
+    if "objective" in read(find(words[0])):
+        return align.run(words, items, flags)
     from arvideo_rl.training import distill
     from arvideo_rl.training.launch import quiet
 

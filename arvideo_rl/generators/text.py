@@ -46,6 +46,10 @@ class WordEncoder(ModelMixin, ConfigMixin):
         """Prompts to [B, length, dim]."""
         return self(self.tokens(prompts).to(self.place.device))
 
+    def nothing(self, count: int) -> Tensor:
+        """What stands for no prompt, [count, length, dim]: zeros, as at padding."""
+        return self.place.new_zeros(count, self.config.length, self.config.dim)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Word indices [B, length] to vectors [B, length, dim], zero at padding."""
         padding = tokens == 0

@@ -45,6 +45,10 @@ class Umt5:
         """Embeddings [B, length, dim] in the encoder's dtype."""
         return torch.stack([self._one(clean(p)) for p in prompts])
 
+    def nothing(self, count: int) -> Tensor:
+        """What stands for no prompt: the empty one, as Wan's own guidance has it where none is given."""
+        return self.embed([""] * count)
+
     def _one(self, prompt: str) -> Tensor:
         path = self.cache / f"{hashlib.sha256(prompt.encode()).hexdigest()}.safetensors"
         if path.is_file():

@@ -46,12 +46,16 @@ class Record:
     keys: list[Key]  # names every draw of every branch
     groups: Tensor  # [B] int64 group ids
     steps: Steps | None = None  # where the objective asked for them
+    towards: Tensor | None = None  # [B, F, C, H, W] what teacher and critic take off the clean latents (matching.py)
+    map: Tensor | None = None  # [B, F, H, W] how much each place counts
 
     def rows(self, rows: slice) -> Record:
         """Part of the batch."""
         return replace(
             self, latents=self.latents[rows], script=self.script.rows(rows), keys=self.keys[rows],
             groups=self.groups[rows], steps=self.steps and self.steps.rows(rows),
+            towards=None if self.towards is None else self.towards[rows],
+            map=None if self.map is None else self.map[rows],
         )  # fmt: skip
 
     @classmethod

@@ -8,6 +8,7 @@ many small backwards (one chunk's graph each) and needs one reduction.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
+from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.kv_routing import KVRouting
+from arvideo_rl.objectives.matching import imbalance, joined_saliency, saliency_weights
 from arvideo_rl.objectives.record import Record, context_gap
 from arvideo_rl.training.checkpoints import (
     Checkpoint,
@@ -33,10 +36,13 @@ from arvideo_rl.training.checkpoints import (
     read_state,
     save_checkpoint,
 )
+from arvideo_rl.training.critic import Critic, leaving
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
+from arvideo_rl.training.reduce import mean_over_processes, sum_gradients
 from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
 from arvideo_rl.training.routed import roll_out_routed
+from arvideo_rl.training.saliency import saliency
 from arvideo_rl.training.settings import (
     AlignConfig,
     build_objective,
@@ -47,6 +53,7 @@ from arvideo_rl.training.settings import (
     lag_keep,
 )
 from arvideo_rl.world.verify import VERIFIERS
+from rewards.contract import Clips
 from samplers.exploration import draws
 from samplers.forks import pivot_of
 from samplers.randomness import Key
@@ -76,6 +83,9 @@ class Run:
         if isinstance(self.objective, KVRouting):
             memory = self.objective.memory(streaming.attention_window(), config.frames)
             fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
+        self.critic: Critic | None = None
+        if isinstance(self.objective, DMD):
+            self.critic = Critic(self.objective, self.generator, config.frames, config.seed)
         self.prompts = training_prompts(config.prompts, config.frames)
         prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
         self.held_out = held_out_of(config)
@@ -118,7 +128,12 @@ class Run:
             values = {name: from_first(value, record) for name, value in values.items()}
         adv, metrics = self._advantages(values, content, record)
         scored = time.time()
-        for i in range(config.updates):
+        updates = config.updates
+        if self.critic is not None:
+            record, judged = self._judge(self.critic, record, prompts, clips)
+            metrics |= judged
+            updates = int(self.iteration >= self.critic.objective.warmup)
+        for i in range(updates):
             metrics |= self._update(record, adv)
             if i == 0 and "train/ratio_off" in metrics:
                 metrics["train/first_ratio_off"] = metrics["train/ratio_off"]
@@ -150,6 +165,10 @@ class Run:
     def _rollouts(self, rows: list[int]) -> tuple[Record, Prompts]:
         """This process's share of prompts x group branches, drawn from the old policy."""
         config, accelerator = self.config, self.accelerator
+        generator = self.generator
+        if self.critic is not None:  # a self-rollout: all chunks leave at the step drawn for this iteration
+            step = self.critic.objective.exit_step(config.seed, self.iteration, generator.streaming.levels)
+            generator = leaving(generator, step)
         branches = [(row, g) for row in rows for g in range(config.group)]
         share = len(branches) // accelerator.num_processes
         mine = branches[accelerator.process_index * share : (accelerator.process_index + 1) * share]
@@ -168,9 +187,23 @@ class Run:
                     records.append(roll_out_routed(self.generator, model, *asked, memory))
                 else:
                     pivot = pivot_of(keys[0], objective.from_chunk, chunks)
-                    records.append(roll_out(self.generator, model, *asked, objective.exploration, pivot))
+                    records.append(roll_out(generator, model, *asked, objective.exploration, pivot))
         prompts = self.prompts.take([row for row, _ in mine])
         return Record.cat(records, script_of(self.generator, prompts)), prompts
+
+    def _judge(self, critic: Critic, record: Record, prompts: Prompts, clips: Clips) -> tuple[Record, dict[str, float]]:
+        """Let the critic learn from the clips, then ask it and the teacher where they should go: the record with it."""
+        objective, batch = critic.objective, self.config.update_batch
+        metrics = critic.learn(record, prompts, batch, self.accelerator)
+        record = replace(record, towards=critic.towards(record, prompts, batch))
+        if objective.saliency:
+            _, frames, _, height, width = record.latents.shape
+            seen = [saliency(reward, clips, objective.saliency_patch, (frames, height, width))
+                    for reward, _ in self.rewards.values()]  # fmt: skip
+            rewards = torch.stack([v.nanmean(1) for v in reward_table(self.rewards, clips)[0].values()]).nan_to_num(0.0)
+            joined = joined_saliency(torch.stack(seen), rewards)
+            record = replace(record, map=saliency_weights(joined, objective.saliency).to(record.latents.device))
+        return record, metrics
 
     def _advantages(self, values: dict, content: dict, record: Record) -> tuple[Tensor, dict[str, float]]:
         """Weighted mean of the advantages of each reward [B, K] for this process's branches, and statistics."""
@@ -202,8 +235,16 @@ class Run:
             total = weight * adv if total is None else total + weight * adv
             weights += abs(weight)
         assert total is not None
+        total = total / weights
+        if self.critic is not None:
+            objective = self.critic.objective
+            self.critic.history.append([metrics[f"reward/{name}"] for name in self.rewards])
+            if objective.balance:
+                off = imbalance(torch.tensor(self.critic.history))
+                metrics["reward/imbalance"], total = off, total - objective.balance * off
+            total = objective.weigh(total)
         at = accelerator.process_index * len(groups)
-        return total[at : at + len(groups)] / weights, metrics
+        return total[at : at + len(groups)], metrics
 
     def _update(self, record: Record, adv: Tensor) -> dict[str, float]:
         """One optimizer step on all branches, in micro-batches; equal to one large batch on one process."""
@@ -231,7 +272,7 @@ class Run:
                 (loss * len(part) / whole).backward()
                 for k, v in metrics.items():
                     seen.setdefault(k, []).append(v)
-        _sum_gradients(parameters, accelerator)
+        sum_gradients(parameters, accelerator)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         if not torch.isfinite(norm):
             named = self.policies.parameters().items()
@@ -241,7 +282,7 @@ class Run:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        out = _mean_over_processes(seen, accelerator)
+        out = mean_over_processes(seen, accelerator)
         out |= {"train/grad_norm": norm.item(), "train/policy_distance": self.policies.distance()}
         if gap is not None:
             out["train/context_gap"] = gap
@@ -250,9 +291,14 @@ class Run:
     def save(self, folder: Path, score: float | None = None) -> Path:
         """Write a checkpoint and drop old ones. ``score`` (higher is better) says how good the policy is on prompts the
         run was not trained on (watch.py); the best one is kept whatever its age."""
-        state = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
+        state: dict[str, Any] = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
+        tensors, optimizer = self.policies.state(), self.optimizer.state_dict()
+        if self.critic is not None:
+            tensors |= self.critic.tensors()
+            optimizer = {"policy": optimizer, "critic": self.critic.optimizer.state_dict()}
+            state["reward_history"] = self.critic.history
         return save_checkpoint(
-            folder, self.iteration, self.policies.state(), self.optimizer.state_dict(), state,
+            folder, self.iteration, tensors, optimizer, state,
             base=self.base, score=score, keep_last=self.config.keep_last,
         )  # fmt: skip
 
@@ -267,8 +313,13 @@ class Run:
         found = newest(folder, read, self.accelerator.print)
         if found is None:
             return None
-        self.policies.load_state(found.tensors, found.state["old_is_current"])
-        self.optimizer.load_state_dict(found.optimizer)
+        tensors, optimizer = found.tensors, found.optimizer
+        if self.critic is not None:
+            self.critic.load(tensors, optimizer["critic"], found.state["reward_history"])
+            optimizer = optimizer["policy"]
+            tensors = {k: v for k, v in tensors.items() if not k.startswith("critic/")}
+        self.policies.load_state(tensors, found.state["old_is_current"])
+        self.optimizer.load_state_dict(optimizer)
         self.iteration, self.seconds = found.state["step"], found.state["seconds"]
         return found.path
 
@@ -292,24 +343,3 @@ def base_of(transformer: CausalWan, policy: PolicyConfig) -> dict[str, Any]:
     if policy.kind == "lora":
         out |= {"rank": policy.rank, "alpha": policy.alpha, "targets": list(policy.targets)}
     return out
-
-
-def _sum_gradients(parameters: list, accelerator: Accelerator) -> None:
-    """Add up gradients over processes; each process scaled its loss by the global number of branches."""
-    if accelerator.num_processes == 1:
-        return
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    flat = accelerator.reduce(flat, "sum")
-    at = 0
-    for p in parameters:
-        p.grad.copy_(flat[at : at + p.numel()].view_as(p))
-        at += p.numel()
-
-
-def _mean_over_processes(seen: dict[str, list[float]], accelerator: Accelerator) -> dict[str, float]:
-    """Mean of each metric over everything seen anywhere; processes may have seen different names."""
-    everything: dict[str, list[float]] = {}
-    for part in gather_object([seen]) if accelerator.num_processes > 1 else [seen]:
-        for k, v in part.items():
-            everything.setdefault(k, []).extend(v)
-    return {f"train/{k}": sum(v) / len(v) for k, v in sorted(everything.items())}

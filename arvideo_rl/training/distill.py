@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,12 +57,14 @@ class DistillConfig:
 
     out: str = "runs/tiny"  # where checkpoints, curves and the finished generator go
     seed: int = 0
+    start: str | None = None  # a generator to go on from, whose network it then is; null = from nothing
     steps: int = 2600
     clips: int = 8192  # rendered once and cached
     switch_clips: int = 2048  # more clips, in which the prompt changes on the way; 0 = none
+    joystick_clips: int = 0  # more clips, with a new command every few frames
     batch: int = 3  # clips per step
     levels: int = 2  # noise levels per chunk, stratified
-    muon_lr: float = 4e-3  # hidden matrices
+    muon_lr: float | None = 4e-3  # of Muon on the hidden matrices; null = AdamW takes them too
     adam_lr: float = 2e-3  # everything else
     warmup: int = 50
     decay: float = 0.35  # the last share of the steps, in which the rates fall linearly to zero
@@ -75,6 +77,7 @@ class DistillConfig:
     own_history: float = 0.5  # share of clips whose history is the network's own prediction
     own_history_from: float = 0.7  # share of the steps after which that begins
     drop_actions: float = 0.15  # share of clips trained with no actions, so that captions alone can steer
+    drop_all: float = 0.0  # share trained with neither caption nor actions, for a teacher that is guided away from that
     save_every: int = 100
     keep_last: int = 2  # checkpoints kept
     network: Network = field(default_factory=Network)
@@ -83,10 +86,12 @@ class DistillConfig:
 
 COUNT, SHARE, POSITIVE = "[1, inf)", "[0, 1]", "(0, inf)"
 RANGES = {
-    "seed": SEEDS, "steps": COUNT, "clips": f"[1, {OTHER}]", "switch_clips": f"[0, {OTHER}]", "batch": COUNT,
+    "seed": SEEDS, "steps": COUNT, "clips": f"[1, {OTHER}]", "switch_clips": f"[0, {OTHER}]",
+    "joystick_clips": f"[0, {OTHER}]", "batch": COUNT,
     "levels": COUNT, "muon_lr": POSITIVE, "adam_lr": POSITIVE, "warmup": COUNT, "decay": SHARE, "ema": "[0, 1)",
     "train_shift": POSITIVE, "pure_noise": SHARE, "floor": "(0, 1]", "first_weight": POSITIVE, "history_noise": SHARE,
-    "own_history": SHARE, "own_history_from": SHARE, "drop_actions": SHARE, "save_every": COUNT, "keep_last": COUNT,
+    "own_history": SHARE, "own_history_from": SHARE, "drop_actions": SHARE, "drop_all": SHARE,
+    "save_every": COUNT, "keep_last": COUNT,
     "network.layers": COUNT, "network.ffn": COUNT, "network.text_dim": COUNT, "streaming.chunk": COUNT,
     "streaming.window": COUNT, "streaming.sink": "[0, inf)", "streaming.shift": POSITIVE, "streaming.fps": POSITIVE,
     "streaming.trained_frames": COUNT,
@@ -124,8 +129,13 @@ def check(config: DistillConfig) -> None:
 
 
 def build(config: DistillConfig) -> Generator:
-    """A freshly initialised generator."""
+    """A freshly initialised generator, or the one to start from, to be streamed as ``config`` says."""
     torch.manual_seed(config.seed)
+    if config.start is not None:
+        known = Generator.load(config.start)
+        if not isinstance(known.text_encoder, WordEncoder):
+            raise ConfigError(f"start={config.start} is not a small generator, which is all that is trained here")
+        return replace(known, streaming=config.streaming)
     n = config.network
     transformer = CausalWan(
         patch_size=(1, *n.patch), num_attention_heads=n.dim // 32, attention_head_dim=32, in_channels=3,
@@ -139,16 +149,15 @@ def build(config: DistillConfig) -> Generator:
 
 
 def optimizers(generator: Generator, config: DistillConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for all other parameters."""
+    """Muon for the matrices inside the blocks unless it is off, AdamW for all other parameters."""
     assert isinstance(generator.text_encoder, WordEncoder)
     named = list(generator.transformer.named_parameters())
-    hidden = [p for k, p in named if k.startswith("blocks.") and p.ndim == 2]
+    muon_lr = config.muon_lr
+    hidden = [p for k, p in named if muon_lr is not None and k.startswith("blocks.") and p.ndim == 2]
     chosen = {id(p) for p in hidden}
     other = [p for _, p in named if id(p) not in chosen] + list(generator.text_encoder.parameters())
-    return [
-        torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=0.01),
-        torch.optim.AdamW(other, lr=config.adam_lr, betas=(0.9, 0.99), weight_decay=0.01),
-    ]
+    adam = torch.optim.AdamW(other, lr=config.adam_lr, betas=(0.9, 0.99), weight_decay=0.01)
+    return [adam] if muon_lr is None else [torch.optim.Muon(hidden, lr=muon_lr, weight_decay=0.01), adam]
 
 
 def rate(step: int, config: DistillConfig) -> float:
@@ -175,8 +184,11 @@ def clip_loss(
     b = latents.shape[0]
     texts = {f: clips.captions_at(rows, f) for f in (0, *SWITCHES)}
     changes = [f for i, f in enumerate(texts) if i == 0 or texts[f] != list(texts.values())[i - 1]]
-    encoded = tuple((f, generator.text_encoder.embed(texts[f])) for f in changes)
-    actions = torch.where(torch.from_numpy(rng.random(b) < config.drop_actions)[:, None], 0, clips.actions[rows])
+    nothing = torch.from_numpy(np.random.default_rng((config.seed, step, 2)).random(b) < config.drop_all)
+    embedded = {f: generator.text_encoder.embed(texts[f]) for f in changes}
+    encoded = tuple((f, text.masked_fill(nothing[:, None, None], 0.0)) for f, text in embedded.items())
+    dropped = torch.from_numpy(rng.random(b) < config.drop_actions) | nothing
+    actions = torch.where(dropped[:, None], 0, clips.actions[rows])
     window = generator.streaming.attention_window()
     denoiser = Denoiser(generator.transformer, window, Script(encoded, actions))
     own = torch.from_numpy(rng.random(b) < config.own_history * (step >= config.own_history_from * config.steps))
@@ -193,6 +205,8 @@ def clip_loss(
         weight = config.first_weight if start == 0 else 1.0
         total = total + weight * (error / t.clamp_min(config.floor) ** 2).mean()
         parts.append(torch.stack([t.flatten(), error.detach().flatten()], -1))
+        if stop == bounds[-1][1]:
+            break  # nothing reads the last chunk
 
         history = torch.where(own[:, None, None, None, None], out[0].detach(), x0)
         level = torch.from_numpy(rng.random(b).astype(np.float32) * config.history_noise)
@@ -230,7 +244,8 @@ def train(
         norm = nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"gradient is not finite at step {step}; resume from {folder} with a lower rate")
-        for opt, base in zip(opts, (config.muon_lr, config.adam_lr)):
+        for opt in opts:
+            base = (config.muon_lr or 0.0) if isinstance(opt, torch.optim.Muon) else config.adam_lr
             for group in opt.param_groups:
                 group["lr"] = base * rate(step, config)
             opt.step()
@@ -285,9 +300,11 @@ def run(config: DistillConfig, progress: bool = True) -> Path:
         rundir.start(folder, None, asdict(config))
         frames = config.streaming.trained_frames
         clips = load_clips(0, config.clips, frames=frames, progress=progress)
-        if config.switch_clips:
-            switches = load_clips(config.clips, config.switch_clips, frames=frames, style="switch", progress=progress)
-            clips = Clips.join(clips, switches)
+        first = config.clips
+        for style, count in (("switch", config.switch_clips), ("joystick", config.joystick_clips)):
+            if count:
+                clips = Clips.join(clips, load_clips(first, count, frames=frames, style=style, progress=progress))
+                first += count
         generator = build(config)
         with stop.later():
             train(generator, clips, config, folder, stop, progress)
@@ -303,7 +320,7 @@ def plan(config: DistillConfig) -> dict[str, str]:
     count = sum(p.numel() for p in generator.transformer.parameters())
     chunks = len(generator.streaming.attention_window().chunks(config.streaming.trained_frames))
     rows = config.batch * (config.levels + 1)
-    number = config.clips + config.switch_clips
+    number = config.clips + config.switch_clips + config.joystick_clips
     size = number * config.streaming.trained_frames * 3 * config.streaming.size**2
     return {
         "parameters": f"{count:,} (float16 on disk: {2 * count / 2**20:.1f} MiB)",

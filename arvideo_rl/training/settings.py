@@ -16,6 +16,7 @@ from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.objectives.advantages import FORMS
 from arvideo_rl.objectives.chunk_fork import ChunkFork
 from arvideo_rl.objectives.contract import Objective
+from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.fpo import FPO
 from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.kv_routing import KVRouting
@@ -39,6 +40,7 @@ from rewards.contract import Reward
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "nft": NFT, "grpo": GRPO, "chunk_fork": ChunkFork, "kv_routing": KVRouting, "fpo": FPO, "pairs": Pairs,
+    "dmd": DMD,
 }  # fmt: skip
 LAGS = ("none", "nft", "slow", "frozen")
 FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
@@ -140,6 +142,9 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     if config.objective.target == "pairs" and (config.group != 2 or config.advantage != "centre"):
         raise ConfigError(f"objective pairs compares two branches: use group=2 advantage=centre, "
                           f"not group={config.group} advantage={config.advantage}")  # fmt: skip
+    if config.objective.target == "dmd" and (config.updates > 1 or config.lag != "none"):
+        raise ConfigError(f"objective dmd is on-policy: use updates=1 lag=none, not updates={config.updates} "
+                          f"lag={config.lag}")  # fmt: skip
     if not config.rewards:
         raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
     for name, part in config.rewards.items():

@@ -12,6 +12,7 @@ import torch
 import arvideo_rl.training.distill as module
 from arvideo_rl.config import load
 from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.distill import DistillConfig, Network, build, clip_loss, run
 from arvideo_rl.training.interrupt import Interrupted
@@ -172,3 +173,17 @@ def test_the_first_chunk_has_its_weight(quick):
     flat, heavy = (clip_loss(generator, clips, rows, 0, replace(quick, first_weight=w))[0].item() for w in (1.0, 1e6))
     one = clip_loss(generator, Clips(clips.pixels[:, :3], clips.captions, clips.actions), rows, 0, quick)[0].item()
     assert heavy == pytest.approx(one, rel=1e-3) and flat != pytest.approx(one, rel=1e-3)
+
+
+def test_a_teacher_goes_on_from_a_generator_and_reads_whole_clips(tmp_path, small, monkeypatch):
+    monkeypatch.setenv("ARVIDEO_CACHE", str(tmp_path / "cache"))
+    whole = Streaming(chunk=6, window=6, sink=0, trained_frames=6)
+    config = DistillConfig(out=str(tmp_path / "run"), start=small, steps=2, clips=4, switch_clips=0, joystick_clips=4,
+                           batch=2, levels=1, muon_lr=None, drop_all=1.0, own_history=0.0, streaming=whole)  # fmt: skip
+    before = Generator.load(small).transformer.state_dict()
+    made = Generator.load(run(config, progress=False))
+    assert made.streaming.chunk == 6
+    after = made.transformer.state_dict()
+    assert before.keys() == after.keys() and (after["proj_out.weight"] - before["proj_out.weight"]).abs().max() > 0
+    # where captions and commands are always left out, neither has learned
+    assert torch.allclose(after["action_embedding.weight"][1:], before["action_embedding.weight"][1:], atol=2e-3)

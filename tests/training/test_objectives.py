@@ -16,8 +16,10 @@ from accelerate import Accelerator
 
 from arvideo_rl.config import ConfigError, load, presets
 from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
+from arvideo_rl.training.distill import DistillConfig, Network, build
 from arvideo_rl.training.settings import OBJECTIVES, AlignConfig, Method, build_objective
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +31,37 @@ CASES = {
     "fpo": dict(args=dict(draws=2, kl_weight=0.1), updates=2),
     "pairs": dict(args=dict(apart=0.3), group=2, advantage="centre"),
     "nft": dict(args=dict(coupling="visited", mean_flow=True)),
+    "dmd": dict(args=dict(critic_updates=2, saliency=0.5, saliency_patch=8)),
+    "dmd with a lora": dict(
+        target="dmd", args=dict(critic_updates=1, critic_kind="lora", normalise=False, balance=0.5)
+    ),
 }
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory) -> str:
+    """Folder of a random generator that reads six frames at once."""
+    network, whole = Network(dim=32, layers=2, ffn=64, patch=(16, 16), text_dim=16), Streaming(6, 6, 0)
+    made = build(DistillConfig(seed=5, network=network, streaming=whole))
+    torch.nn.init.normal_(made.transformer.proj_out.weight, std=0.3)
+    folder = tmp_path_factory.mktemp("teacher")
+    made.save(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def config(config, teacher):
+    """The folder's, where what names a teacher finds one."""
+    config.teacher = teacher  # read by ``told``
+    return config
 
 
 def told(config, name):
     """The test's configuration with a case's objective."""
-    config = copy.deepcopy(config)
+    config, teacher = copy.deepcopy(config), config.teacher
     case = dict(CASES[name])
+    if "dmd" in name:
+        case["args"] = case["args"] | {"teacher": teacher}
     config.objective = Method(case.pop("target", name), case.pop("args"))
     for key, value in case.items():
         setattr(config, key, value)
@@ -70,14 +96,14 @@ def test_an_iteration_trains_and_a_resumed_run_is_the_same_to_the_bit(name, conf
     assert any(not torch.equal(ends[0][k], start[k]) for k in start if k.startswith("current/"))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "nft"])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "nft" and "dmd" not in n])
 def test_the_first_update_of_a_rollout_finds_a_ratio_of_one(name, config):
     config = told(config, name)
     config.updates = 1
     assert Run(config, Accelerator()).step()["train/ratio_off"] < 1e-5
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("nft", "fpo")])
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("nft", "fpo") and "dmd" not in n])
 def test_noise_of_refreshing_is_found_again_in_the_update(name, config, tmp_path):
     """Else the update's context is not the sampler's, and the ratio is not one."""
     generator = Generator.load(config.generator)
@@ -109,7 +135,8 @@ def test_a_ratio_that_is_not_one_at_the_first_update_is_told_once(config, capsys
 
 
 @pytest.mark.parametrize("name", ["kv_routing", pytest.param("chunk_fork", marks=pytest.mark.slow),
-                                  pytest.param("grpo", marks=pytest.mark.slow)])  # fmt: skip
+                                  pytest.param("grpo", marks=pytest.mark.slow),
+                                  pytest.param("dmd", marks=pytest.mark.slow)])  # fmt: skip
 def test_two_processes_give_one_process_s_update(name, config, tmp_path):
     config = told(config, name)
     data = dataclasses.asdict(config) | {"iterations": 1, "lr": 1e-4}
