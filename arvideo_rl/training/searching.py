@@ -241,4 +241,4 @@ def told(video: Path) -> str:
 
 
 def _shown(value: float | None) -> str:
-    return "not measurable" if value is None else f"{value:.4f}"
+    return "not measurable" if value is None else f"{value:.4g}"
