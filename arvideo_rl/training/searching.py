@@ -59,18 +59,8 @@ def prepare(
         if config != SearchConfig():
             raise ConfigError(f"search. is set, but search.kind is not; choose one of {', '.join(KINDS)}")
         return None
-    check_choice("search.kind", config.kind, KINDS)
-    counts = {"candidates": "[1, 65536]", "beams": "[1, 65536]", "window": "[1, inf)", "batch": "[0, inf)"}
-    check_ranges(config, counts, "search.")
+    _check(config, generator)
     streaming, codec = generator.streaming, generator.codec
-    if streaming.joint:
-        raise ConfigError("search: this generator denoises chunks jointly (streaming.joint), which cannot be searched")
-    if config.kind == "path" and len(streaming.levels) < 2:
-        raise ConfigError("search.kind=path chooses re-noise draws, and this generator has one step; choose another")
-    if not config.reward.target:
-        raise ConfigError("search.reward.target is missing: what chooses? e.g. search.reward.target=inverse_dynamics")
-    if config.held_out == config.reward:
-        raise ConfigError("search.held_out is the reward that chooses; name another, or other args")
     whole = codec.pixel_frames(frames)
     end = chunks[0][1] if config.kind == "first" else frames
     window = codec.pixel_frames(min(end, config.window * streaming.chunk))  # what is seen of a candidate at most
@@ -94,7 +84,23 @@ def prepare(
     return Search(plan, built[0], built[1] if len(built) > 1 else None, config, price.forwards, note)
 
 
+def _check(config: SearchConfig, generator: Generator) -> None:
+    """ConfigError for settings that are wrong in themselves or for this generator."""
+    check_choice("search.kind", config.kind, KINDS)
+    counts = {"candidates": "[1, 65536]", "beams": "[1, 65536]", "window": "[1, inf)", "batch": "[0, inf)"}
+    check_ranges(config, counts, "search.")
+    if generator.streaming.joint:
+        raise ConfigError("search: this generator denoises chunks jointly (streaming.joint), which cannot be searched")
+    if config.kind == "path" and len(generator.streaming.levels) < 2:
+        raise ConfigError("search.kind=path chooses re-noise draws, and this generator has one step; choose another")
+    if not config.reward.target:
+        raise ConfigError("search.reward.target is missing: what chooses? e.g. search.reward.target=inverse_dynamics")
+    if config.held_out == config.reward:
+        raise ConfigError("search.held_out is the reward that chooses; name another, or other args")
+
+
 def _plain(chunks: list[tuple[int, int]], levels: tuple[float, ...]) -> int:
+    """Forwards of plain streaming."""
     return cost(Plan("greedy", 1), len(chunks), len(levels)).forwards
 
 

@@ -1,4 +1,4 @@
-"""The geometry that commands ask for: it is a scene's own where the scene is bare, and tells obedience from the rest."""
+"""The geometry that commands ask for: a bare scene has no other, and it tells obedience from the rest."""
 
 from dataclasses import replace
 
