@@ -73,18 +73,36 @@ def stream(
         # A continued stream must not draw the first chunks' noise again; a first frame of its own is chunk 0.
         index = -(-start // (stop - start))
         context = denoiser.enter(context)
-        x = draw(index, 0, "init")[:, : stop - start]
-        for step, t in enumerate(levels):
-            x0 = denoiser.denoise(x, t, context)
-            if seen is not None:
-                seen(index, step, x, x0)
-            if step + 1 < len(levels):
-                mean, std = kernel.from_x0(x, x0, t, levels[step + 1])
-                x = mean + std * draw(index, step + 1, "renoise")[:, : stop - start]
+        x0 = denoise_chunk(denoiser, context, index, stop - start, levels, draw, kernel=kernel, seen=seen)
         if to_continue or (start, stop) != chunks[-1]:
             context = denoiser.refresh(x0, context)
         keep = stop - start if frames is None else min(stop, frames) - start
         yield Chunk(index, start, x0[:, :keep], context)
+
+
+@torch.no_grad()
+def denoise_chunk(
+    denoiser: ChunkDenoiser,
+    context: Any,
+    index: int,
+    frames: int,
+    levels: tuple[float, ...],
+    draw: Draw,
+    *,
+    kernel: Kernel = CONSISTENCY,
+    seen: Seen | None = None,
+) -> Tensor:
+    """Chunk ``index`` of ``frames`` frames from noise to clean, in a context that it only reads: one row for every row
+    that ``draw`` gives, which may be several candidates over a context of one stream."""
+    x = draw(index, 0, "init")[:, :frames]
+    for step, t in enumerate(levels):
+        x0 = denoiser.denoise(x, t, context)
+        if seen is not None:
+            seen(index, step, x, x0)
+        if step + 1 < len(levels):
+            mean, std = kernel.from_x0(x, x0, t, levels[step + 1])
+            x = mean + std * draw(index, step + 1, "renoise")[:, :frames]
+    return x0
 
 
 @torch.no_grad()

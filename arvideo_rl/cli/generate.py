@@ -6,7 +6,7 @@ from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
-MEMORY_KEYS = "frames or scale, or write an .mp4 (a .gif or .png is held whole)"
+MEMORY_KEYS = "frames, scale or search.batch, or write an .mp4 (a .gif or .png is held whole)"
 
 
 def help_text() -> str:
@@ -21,6 +21,10 @@ Streams one video per prompt, chunk by chunk, and writes it with a .json beside 
   arvideo generate prompt='a red ball bounces' seconds=6 switch='24: a blue cube rests' out=switch.gif
   arvideo generate prompt='a red ball bounces' start=ball.mp4 actions='forward*6' out=longer.mp4
   arvideo generate prompts=prompts.jsonl generator=runs/quickstart out=videos/
+  arvideo generate prompt='a red ball rests' actions='turn left*6, forward*11' search.kind=beam \\
+      search.reward.target=inverse_dynamics out=ball.mp4
+
+search.kind draws several candidates and keeps what search.reward likes best; what that costs is printed first.
 
 The tiny generator knows the words of the embedded world: a, red, green, blue, yellow, ball, cube, rests, rolls, slides,
 bounces, left, right, and, while, the, camera, turns, moves, forward, back, stays, still, then.
@@ -36,7 +40,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         raise UsageError(
             "generate takes at most one YAML file, then key=value; put prompts in quotes: prompt='a red ball'"
         )
-    from arvideo_rl.training import generation
+    from arvideo_rl.training import generation, searching
     from arvideo_rl.training.launch import quiet
 
     quiet()
@@ -48,4 +52,6 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         return 0
     for path in generation.run(job):
         print(f"wrote {path}")
+        if job.search is not None:
+            print(searching.told(path))
     return 0

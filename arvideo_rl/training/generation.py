@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,12 @@ from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.outputs import check_file, check_folder
 from arvideo_rl.progress import hidden
+from arvideo_rl.training import searching
 from arvideo_rl.training.aligned import load_any
 from arvideo_rl.training.continuation import read_start
 from arvideo_rl.training.prompts import Prompts, list_actions, parse_actions, read_prompts
 from arvideo_rl.training.rundir import write_json
+from arvideo_rl.training.searching import SearchConfig
 from samplers.randomness import Key
 from samplers.stream import draw_from
 
@@ -43,6 +45,7 @@ class GenerateConfig:
     format: str | None = None  # of the files in a folder: mp4 (default), gif or png; a single file's name says it
     scale: int = 8  # every pixel becomes scale x scale
     attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
+    search: SearchConfig = field(default_factory=SearchConfig)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class Job:
     targets: list[Path]
     given: Tensor | None  # clean latents [1, F, C, h, w] to continue
     notes: list[str]  # what was loaded, and what to know before watching
+    search: searching.Search | None = None
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Bounds of the chunks that are generated."""
+        past = self.given.shape[1] if self.given is not None else 0
+        return [c for c in self.generator.streaming.attention_window().chunks(self.frames) if c[0] >= past]
 
 
 def prepare(config: GenerateConfig) -> Job:
@@ -103,35 +113,52 @@ def prepare(config: GenerateConfig) -> Job:
     )
     if frames > streaming.trained_frames:
         notes.append(f"{frames} frames go past the {streaming.trained_frames} it was trained on; quality may drift")
-    return Job(config, generator, model, prompts, frames, switches, targets, given, notes)
+    job = Job(config, generator, model, prompts, frames, switches, targets, given, notes)
+    search = searching.prepare(config.search, generator, prompts.actions[:, :frames], job.chunks, frames)
+    return replace(job, search=search, notes=[*notes, search.note]) if search else job
 
 
 def run(job: Job) -> Iterator[Path]:
-    """Generate and write each video, with a .json beside it that says how it was made; yields each path when whole."""
+    """Generate and write each video, with a .json beside it that says how it was made, and one with the tree of its
+    search if there was any; yields each path when whole."""
     config, generator = job.config, job.generator
     streaming = generator.streaming
     past = job.given.shape[1] if job.given is not None else 0
-    chunks = [c for c in streaming.attention_window().chunks(job.frames) if c[0] >= past]
     takes_actions = generator.transformer.action_embedding is not None
+    each = job.search.forwards if job.search else len(job.chunks)
     with Progress(disable=hidden()) as bar:
-        task = bar.add_task("streaming", total=len(chunks) * len(job.prompts))
+        task = bar.add_task("searching" if job.search else "streaming", total=each * len(job.prompts))
         for i, path in enumerate(job.targets):
-            one = job.prompts.take([i])
+            one, key, tree = job.prompts.take([i]), Key(config.seed, 0, i, 0), None
             script = generator.script(
                 list(one.texts), one.actions if takes_actions else None, tuple((f, [p]) for f, p in job.switches)
             )
-            draw = draw_from([Key(config.seed, 0, i, 0)], generator.latent_shape, generator.transformer.device)
+            draw = draw_from([key], generator.latent_shape, generator.transformer.device)
+            context = None if job.given is None else generator.given(job.model, script, job.given, draw)
+            parts: Iterable[Tensor]
+            if job.search is not None:
+                texts = [(0, one.texts[0]), *job.switches]
+                latents, tree = searching.run(
+                    job.search, generator, job.model, script, texts, one.actions, key, job.frames, context=context,
+                    past=job.given, tick=lambda rows: bar.advance(task, rows),
+                )  # fmt: skip
+                parts = latents.split(streaming.chunk, 1)
+            else:
+                parts = (
+                    chunk.latents
+                    for chunk in generator.stream(
+                        job.model, script, draw, job.frames, context=context, start=past, trim=True, in_place=True
+                    )
+                )
             decode = generator.codec.decoder()
             with media.writing(path, streaming.fps, config.scale) as add:
-                context = None
                 if job.given is not None:
-                    context = generator.given(job.model, script, job.given, draw)
                     add(decode(job.given)[0])
-                for chunk in generator.stream(
-                    job.model, script, draw, job.frames, context=context, start=past, trim=True, in_place=True
-                ):
-                    add(decode(chunk.latents)[0])
-                    bar.advance(task)
+                for part in parts:
+                    add(decode(part)[0])
+                    bar.advance(task, 0 if job.search else 1)
+            if tree is not None:
+                searching.write(path, tree)
             made = {
                 "prompt": one.texts[0], "actions": one.actions[0, 1 : job.frames].tolist(), "switch": job.switches,
                 "start": config.start, "fps": streaming.fps, "seed": config.seed, "index": i,

@@ -25,6 +25,8 @@ SHAPES = ("ball", "cube")
 MOTIONS = ("rest", "left", "right", "bounce")
 TURN = np.deg2rad(4.5)  # radians a frame
 STEP = 0.16  # metres a frame
+HEIGHTS = (1.15, 1.45)  # of the camera over the ground, metres
+PITCHES = (9.0, 13.0)  # degrees down
 SLOTS = 2
 
 CAMERA_WORDS = {1: "stays still", 2: "turns left", 3: "turns right", 4: "moves forward", 5: "moves back"}
@@ -102,6 +104,16 @@ def sample_actions(rng: np.random.Generator, frames: int, style: str) -> np.ndar
     return out
 
 
+def camera_path(actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Yaw [T] and position [T, 3], at height 0, of a camera that does what is commanded."""
+    yaw = np.cumsum(np.where(actions == 3, TURN, 0.0) - np.where(actions == 2, TURN, 0.0))
+    advance = STEP * ((actions == 4).astype(float) - (actions == 5).astype(float))
+    camera = np.zeros((len(actions), 3))
+    camera[:, 0] = np.cumsum(advance * np.sin(yaw))
+    camera[:, 2] = np.cumsum(advance * np.cos(yaw))
+    return yaw, camera
+
+
 def caption(objects: tuple[Object, ...], actions: np.ndarray, with_camera: bool) -> str:
     """Describe a scene in plain words, e.g. ``a red ball rolls left while the camera turns right``."""
     parts = [f"a {o.colour} {o.shape} {MOTION_WORDS[o.shape, o.motion]}" for o in objects]
@@ -150,12 +162,8 @@ def _sample_one(seed: int, frames: int, style: str) -> dict:
     )
     actions = sample_actions(rng, frames, style)
 
-    yaw = np.cumsum(np.where(actions == 3, TURN, 0.0) - np.where(actions == 2, TURN, 0.0))
-    advance = STEP * ((actions == 4).astype(float) - (actions == 5).astype(float))
-    camera = np.zeros((frames, 3))
-    camera[:, 0] = np.cumsum(advance * np.sin(yaw))
-    camera[:, 2] = np.cumsum(advance * np.cos(yaw))
-    camera[:, 1] = -rng.uniform(1.15, 1.45)
+    yaw, camera = camera_path(actions)
+    camera[:, 1] = -rng.uniform(*HEIGHTS)
 
     centre, spin = np.zeros((frames, SLOTS, 3)), np.zeros((frames, SLOTS))
     radius, colour = np.full(SLOTS, 0.4), np.zeros((SLOTS, 3))
@@ -186,7 +194,7 @@ def _sample_one(seed: int, frames: int, style: str) -> dict:
         "actions": actions,
         "camera": camera,
         "yaw": yaw,
-        "pitch": np.array(np.deg2rad(rng.uniform(9, 13))),
+        "pitch": np.array(np.deg2rad(rng.uniform(*PITCHES))),
         "ground": np.array(rng.integers(0, 3)),
         "sky": np.array(rng.integers(0, 2)),
         "checker": np.array([rng.uniform(0.9, 1.3), rng.uniform(0, np.pi / 2), rng.uniform(0, 2), rng.uniform(0, 2)]),
