@@ -9,6 +9,7 @@ there is one stream; the branches start that chunk from neighbouring noise,
 and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all`` those outside of the pivot chunk.
 ``fork_fresh``: after the common past all their noise differs (TempAct). ``pair``: two take antithetic noise in every
 draw of the pivot (samplers/forks.py). ``route``: they share all draws, and differ in what they read (routes.py).
+With a ``window`` (step_window.py) the re-noising outside of it is shared as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from samplers.forks import antithetic_noise, neighbour_noise
 from samplers.kernels import Kernel
 from samplers.randomness import Key, normal, shared
+from samplers.step_window import StepWindow
 from samplers.stream import CONSISTENCY, Draw
 
 KINDS = ("independent", "shared_init", "fork", "fork_fresh", "pair", "route")
@@ -34,6 +36,7 @@ class Exploration:
     neighbours: str = "init"  # of fork: which of the pivot's draws differ, the initial one or all
     kernel: Kernel = CONSISTENCY
     steps: bool = False  # every step of the trained chunks is recorded
+    window: StepWindow | None = None  # transitions that draw by ``kernel``, each branch its own noise; None: all
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -42,15 +45,35 @@ class Exploration:
             raise ValueError(f"neighbours {self.neighbours!r} is unknown; choose init or all")
         if not 0 < self.sigma <= 1:
             raise ValueError(f"sigma={self.sigma}: neighbours lie above 0 and at most 1 from the common noise")
+        if self.window is not None and self.kind in ("fork", "pair", "route"):
+            raise ValueError(f"exploration {self.kind!r} shares its re-noising, so a window of steps means nothing")
 
     @property
     def forks(self) -> bool:
         """Whether a group has one past and one pivot chunk."""
         return self.kind in ("fork", "fork_fresh", "pair", "route")
 
+    def trained(self, iteration: int, transitions: int) -> range:
+        """The transitions of a chunk, of so many, that draw by ``kernel``."""
+        return range(transitions) if self.window is None else self.window.steps(iteration, transitions)
 
-def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], device, pivot: int | None = None) -> Draw:
-    """The draw of branches, of chunk shape [F, C, H, W]; rows of one group share what the exploration says."""
+    def kernels(self, iteration: int, transitions: int) -> tuple[Kernel, ...]:
+        """The kernel of each of a chunk's transitions."""
+        if self.window is None:
+            return (self.kernel,) * transitions
+        return self.window.kernels(self.kernel, iteration, transitions)
+
+
+def draws(
+    exploration: Exploration,
+    keys: list[Key],
+    shape: tuple[int, ...],
+    device,
+    pivot: int | None = None,
+    transitions: int = 0,
+) -> Draw:
+    """The draw of branches, of chunk shape [F, C, H, W]; rows of one group share what the exploration says. With a
+    window, ``transitions`` is how many a chunk has."""
     common = shared(keys)
     differing = ("init", "renoise") if exploration.neighbours == "all" else ("init",)
 
@@ -59,6 +82,8 @@ def draws(exploration: Exploration, keys: list[Key], shape: tuple[int, ...], dev
             together = exploration.kind in ("fork", "pair", "route") or (pivot is not None and chunk < pivot)
         else:
             together = exploration.kind == "shared_init" and purpose == "init"
+        if exploration.window is not None and purpose == "renoise":
+            together |= step - 1 not in exploration.trained(keys[0].iteration, transitions)
         if not together:
             return normal(keys, chunk, step, purpose, shape).to(device)
         if exploration.kind == "pair" and chunk == pivot:

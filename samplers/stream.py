@@ -5,7 +5,7 @@ It knows a denoiser only by contract (``start``, ``enter``, ``denoise``, ``refre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,14 +59,15 @@ def stream(
     frames: int | None = None,
     context: Any = None,
     to_continue: bool = True,
-    kernel: Kernel = CONSISTENCY,
+    kernel: Kernel | Sequence[Kernel] = CONSISTENCY,
     seen: Seen | None = None,
 ) -> Iterator[Chunk]:
     """Generate ``chunks`` (bounds in frames) one after another and yield each as soon as it is clean.
 
     ``levels`` are the warped noise levels; ``draw`` gives all noise; ``frames`` trims the end; ``context`` continues
-    a stream; ``kernel`` makes the transitions and ``seen`` is told of every step. S levels cost S + 1 forwards a chunk,
-    the refresh included; ``to_continue=False`` saves that of the last chunk, whose context then ends before it.
+    a stream; ``kernel`` makes the transitions, one for all or one for each; ``seen`` is told of every step. S levels
+    cost S + 1 forwards a chunk, the refresh included; ``to_continue=False`` saves that of the last chunk, whose context
+    then ends before it.
     """
     context = denoiser.start() if context is None else context
     for start, stop in chunks:
@@ -89,18 +90,21 @@ def denoise_chunk(
     levels: tuple[float, ...],
     draw: Draw,
     *,
-    kernel: Kernel = CONSISTENCY,
+    kernel: Kernel | Sequence[Kernel] = CONSISTENCY,
     seen: Seen | None = None,
 ) -> Tensor:
     """Chunk ``index`` of ``frames`` frames from noise to clean, in a context that it only reads: one row for every row
     that ``draw`` gives, which may be several candidates over a context of one stream."""
+    kernels = (kernel,) * (len(levels) - 1) if isinstance(kernel, Kernel) else kernel
+    if len(kernels) != len(levels) - 1:
+        raise ValueError(f"{len(kernels)} kernels for {len(levels)} levels: give one, or one per transition")
     x = draw(index, 0, "init")[:, :frames]
     for step, t in enumerate(levels):
         x0 = denoiser.denoise(x, t, context)
         if seen is not None:
             seen(index, step, x, x0)
         if step + 1 < len(levels):
-            mean, std = kernel.from_x0(x, x0, t, levels[step + 1])
+            mean, std = kernels[step].from_x0(x, x0, t, levels[step + 1])
             x = mean + std * draw(index, step + 1, "renoise")[:, :frames]
     return x0
 

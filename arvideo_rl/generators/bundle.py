@@ -8,7 +8,7 @@ presets in configs/generators/.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,7 +89,7 @@ class Generator:
         trim: bool = False,
         to_continue: bool = False,
         in_place: bool = False,
-        kernel: Kernel = CONSISTENCY,
+        kernel: Kernel | Sequence[Kernel] = CONSISTENCY,
         seen: Seen | None = None,
     ) -> Iterator[Chunk]:
         """Stream ``frames`` frames in whole chunks (``trim`` cuts the last one) as the settings say. ``model`` is the

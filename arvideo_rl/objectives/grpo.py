@@ -9,6 +9,7 @@ One objective, by its arguments the published ones (recipes in configs/align):
 | CPS (FlowCPS)            | cps            | squared    | clip  | independent |
 | Flow-DPPO (UniRL)        | flow_sde       | gaussian   | mask  | independent |
 | executor of TempAct      | cm             | ratio_norm | clip  | fork_fresh  |
+| MixGRPO                  | flow_sde       | gaussian   | clip  | shared_init, ``window`` of steps |
 
 What differs here from all of them: the context is the clean rolling cache that the sampler had, at its own levels; and
 ``shared_init`` lets a group differ by re-noising alone, which is what is trained.
@@ -34,6 +35,7 @@ from arvideo_rl.objectives.record import Record, walk
 from samplers.exploration import Exploration
 from samplers.kernels import Kernel
 from samplers.randomness import generator
+from samplers.step_window import StepWindow
 
 
 @dataclass
@@ -52,6 +54,7 @@ class GRPO:
     kl_form: str = "v"  # v, x0, transition, flow_grpo or flowcps
     steps_per_chunk: int = 1  # transitions trained per chunk, drawn without repetition
     train_steps: int | None = None  # only the first, noisiest so many transitions; null = all but the last, a point
+    window: StepWindow | None = None  # only these transitions draw noise and are trained; null = all
     explore: str = "shared_init"  # independent, shared_init or fork_fresh (samplers/exploration.py)
     from_chunk: int = 0  # chunks before this one are not trained: they decide what the video shows
     credit: str = "chunk"  # a chunk's own reward, or that of the whole sequence from the first trained chunk on
@@ -75,11 +78,13 @@ class GRPO:
             raise ValueError(f"objective.args.kernel: {error}") from None
         if self.kernel == "ode":
             raise ValueError("objective.args.kernel=ode draws nothing, so there is no transition to train; choose cps")
+        if self.window is not None and self.train_steps is not None:
+            raise ValueError("objective.args.train_steps and window both choose steps; remove train_steps")
 
     @property
     def exploration(self) -> Exploration:
         """How a group is drawn."""
-        return Exploration(self.explore, kernel=self._kernel, steps=True)
+        return Exploration(self.explore, kernel=self._kernel, steps=True, window=self.window)
 
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout that leaves no chunk to train."""
@@ -87,15 +92,19 @@ class GRPO:
 
     def levels_trained(self, levels: tuple[float, ...]) -> tuple[int, int]:
         """How many transitions can be trained, and how many are in one forward."""
-        usable = min(self.train_steps or len(levels), len(levels) - 1)
+        usable = len(self._trained(0, levels))
         return usable, min(self.steps_per_chunk, usable)
+
+    def _trained(self, iteration: int, levels: tuple[float, ...]) -> range:
+        """The transitions that can be trained; ValueError when the window does not fit."""
+        return self.exploration.trained(iteration, len(levels) - 1)[: self.train_steps]
 
     def losses(
         self, policies, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]
     ) -> Iterator[tuple[Tensor, dict[str, float]]]:
         """Yield (loss, metrics) per trained chunk, to be summed; backward on each before the next. ``adv`` [B, K]."""
         assert record.steps is not None
-        steps, usable = record.steps, self.levels_trained(levels)
+        steps, trained = record.steps, self._trained(record.keys[0].iteration, levels)
         chunks = steps.x.shape[1]
         frames = [stop - start for start, stop in denoiser.window.chunks(record.latents.shape[1])]
         first = steps.one_first()
@@ -107,7 +116,7 @@ class GRPO:
                 return
             if k < max(first, self.from_chunk):
                 continue
-            j = _choose(record, k, *usable).to(adv.device)  # [M, B]
+            j = _choose(record, k, trained, self.steps_per_chunk).to(adv.device)  # [M, B]
             batch, row = torch.arange(len(record), device=adv.device), k - first
             x, x_next = steps.x[batch, row, j].flatten(0, 1), steps.x[batch, row, j + 1].flatten(0, 1)
             t, s = (torch.tensor(levels, device=adv.device)[i.flatten()] for i in (j, j + 1))
@@ -138,7 +147,7 @@ class GRPO:
         return ratio.masked_loss(log_r, adv, moved, self.threshold)
 
 
-def _choose(record: Record, chunk: int, usable: int, count: int) -> Tensor:
-    """Steps [count, B] of one chunk: different ones per branch, drawn by the branch's own key."""
+def _choose(record: Record, chunk: int, usable: range, count: int) -> Tensor:
+    """At most ``count`` of the usable steps of one chunk [M, B]: different ones per branch, drawn by its own key."""
     draws = [generator(key, chunk, 0, "t").permutation(usable)[:count] for key in record.keys]
     return torch.tensor(np.stack(draws)).T

@@ -37,8 +37,9 @@ def roll_out(
     first = pivot if exploration.forks else 0
     start = generator.streaming.attention_window().chunks(frames)[first][0]
     device, parts, context = generator.transformer.device, [], None
+    transitions = len(generator.streaming.levels) - 1
     if start:
-        draw = draws(exploration, keys[:1], generator.latent_shape, device, pivot)
+        draw = draws(exploration, keys[:1], generator.latent_shape, device, pivot, transitions)
         script = script_of(generator, prompts.take([0]))
         past = list(generator.stream(model, script, draw, start, to_continue=True))
         parts = [torch.cat([c.latents for c in past], 1).expand(len(keys), -1, -1, -1, -1)]
@@ -49,8 +50,9 @@ def roll_out(
         if chunk == first or not exploration.forks:
             seen.setdefault(chunk, []).append((x, x0))
 
-    draw, script = draws(exploration, keys, generator.latent_shape, device, pivot), script_of(generator, prompts)
-    tail = generator.stream(model, script, draw, frames, context=context, start=start, kernel=exploration.kernel,
+    draw = draws(exploration, keys, generator.latent_shape, device, pivot, transitions)
+    script, kernels = script_of(generator, prompts), exploration.kernels(keys[0].iteration, transitions)
+    tail = generator.stream(model, script, draw, frames, context=context, start=start, kernel=kernels,
                             seen=keep if exploration.steps else None)  # fmt: skip
     latents = torch.cat([*parts, *(c.latents for c in tail)], 1)
     steps = None

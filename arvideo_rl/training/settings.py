@@ -263,7 +263,7 @@ def plan(config: AlignConfig, generator: Generator, trainable: int, memory: dict
     return {
         "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
         "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
-        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels) + f" ({m} of the first {usable} trained per chunk)",
+        "noise levels": ", ".join(f"{t:.4g}" for t in s.levels) + f" ({m} of {usable} trained per chunk)",
         "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
         "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
         "trained parameters": f"{trainable:,} of {weights:,}",

@@ -10,11 +10,14 @@ from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.text import WordEncoder
+from arvideo_rl.objectives import ratio
 from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.record import Record
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.rollout import roll_out
+from samplers.kernels import Kernel
 from samplers.randomness import Key
+from samplers.step_window import StepWindow
 from samplers.stream import draw_from
 
 WORDS = ("a", "red", "ball")
@@ -86,6 +89,32 @@ def test_at_equal_batch_shape_it_is_one_to_the_bit(world):
     objective = GRPO(steps_per_chunk=1)
     record = world[2](objective, groups=1)
     assert max(m["ratio_off"] for _, m in losses(world, objective, record, torch.randn(2, 3))) == 0
+
+
+@pytest.mark.parametrize("outside", ["cm", "ode"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_with_a_window_only_its_steps_are_trained_and_their_ratio_starts_at_one(outside, kernel, world, monkeypatch):
+    generator, policies, make = world
+    objective = GRPO(kernel=kernel, eta=KERNELS[kernel], window=StepWindow(1, 1, outside=outside), steps_per_chunk=3)
+    levels, record = generator.streaming.levels, make(objective)
+    x = record.steps.x
+    assert torch.equal(x[0, 0, :2], x[1, 0, :2]) and not torch.equal(x[0, 0, 2], x[1, 0, 2])
+    asked = []
+    monkeypatch.setattr(ratio, "log_ratio", lambda k, v, o, x, n, t, s, form, real=ratio.log_ratio: (
+        asked.append((k, t.tolist(), s.tolist())) or real(k, v, o, x, n, t, s, form)))  # fmt: skip
+    seen = [m for _, m in losses(world, objective, record, torch.randn(4, 3))]
+    assert max(m["ratio_off"] for m in seen) < 1e-5
+    inside = torch.tensor(levels)[1:3].tolist()
+    assert asked == [(Kernel(kernel, KERNELS[kernel]), [inside[0]] * 4, [inside[1]] * 4)] * 3
+
+
+def test_a_window_that_moves_trains_the_next_step(world):
+    generator, _, make = world
+    objective = GRPO(window=StepWindow(1, moves=1))
+    record = make(objective)
+    again = replace(record, keys=[replace(k, iteration=1) for k in record.keys])
+    assert [objective._trained(r.keys[0].iteration, generator.streaming.levels)[0] for r in (record, again)] == [0, 1]
+    assert objective.levels_trained(generator.streaming.levels) == (1, 1)
 
 
 @pytest.mark.parametrize("trust", ["clip", "score", "mask"])
@@ -186,6 +215,7 @@ def test_groups_that_fork_at_different_chunks_are_not_mixed(world):
         (dict(clip_low=0), "clip_low=0"),
         (dict(explore="fork"), "explore=fork"),
         (dict(steps_per_chunk=0), "steps_per_chunk=0"),
+        (dict(window=StepWindow(1), train_steps=2), "train_steps and window both choose steps"),
     ],
 )
 def test_bad_options_are_refused(options, message):

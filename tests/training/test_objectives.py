@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = {
     "grpo": dict(args=dict(steps_per_chunk=2, kl_weight=0.1), updates=2),
     "grpo after a fork": dict(target="grpo", args=dict(kernel="cm", eta=None, explore="fork_fresh", credit="sequence")),
+    "grpo in a window": dict(target="grpo", args=dict(window=dict(size=1, moves=1))),
     "chunk_fork": dict(args=dict(anchors=2, kl_weight=0.1)),
     "kv_routing": dict(args=dict(routed=1, nearest=2, chunks=1, kl_weight=1.0), group=3, frames=18),
     "fpo": dict(args=dict(draws=2, kl_weight=0.1), updates=2),
