@@ -159,6 +159,7 @@ class Reward(Protocol):
     licence: str
     hacked_by: str
     # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts.
+    # It may have differentiable = True: its value has a gradient in the frames (score_with_grad).
 
     def __call__(self, clips: Clips) -> Scores: ...
 
@@ -189,3 +190,16 @@ def score(reward: Reward, clips: Clips) -> Scores:
     if tuple(scores.value.shape) != shape:
         raise ValueError(f"reward {reward.name!r} returned shape {tuple(scores.value.shape)}; expected {shape}")
     return scores
+
+
+def score_with_grad(reward: Reward, clips: Clips) -> Tensor:
+    """The value, [B] or [B, K], with its gradient in ``clips.frames``; NaN where it could not be measured. For rewards
+    that declare ``differentiable``; ValueError for others, and when the value has no gradient after all."""
+    check_needs(reward, clips)
+    if not getattr(reward, "differentiable", False):
+        raise ValueError(f"reward {reward.name!r} does not declare differentiable = True, so it gives no gradient")
+    with torch.enable_grad():
+        value = reward(clips).value
+    if clips.frames.requires_grad and not value.requires_grad:
+        raise ValueError(f"reward {reward.name!r} declares itself differentiable, but its value has no gradient")
+    return value

@@ -59,7 +59,7 @@ class InverseDynamics:
     ``granularity``: ``clip`` gives [B]; ``chunk`` [B, K], a change into frame i belonging to the chunk of frame i.
     ``floor``: least probability that counts, so that one lost frame cannot outweigh a clip.
     Action 0 means "no command" and is not scored; where nothing is commanded the value is NaN, ``content:no_actions``.
-    A direct call is differentiable in ``frames``; one through ``contract.score`` is not.
+    ``contract.score_with_grad`` gives the gradient in ``frames`` of the two scores that have one.
     """
 
     name = "inverse_dynamics"
@@ -77,6 +77,7 @@ class InverseDynamics:
             raise ValueError(f"inverse_dynamics: floor is {floor}; it is a probability strictly between 0 and 1")
         self.path = SHIPPED.get(str(weights), Path(weights))
         self.score, self.granularity, self.floor = score, granularity, float(floor)
+        self.differentiable = score in ("log_likelihood", "expected_accuracy")
         self.value_range = (math.log(self.floor), 0.0) if score == "log_likelihood" else (0.0, 1.0)
 
     def __call__(self, clips: Clips) -> Scores:

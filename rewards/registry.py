@@ -37,6 +37,7 @@ class FunctionReward:
         self.value_range: tuple[float, float] = getattr(function, "value_range", (float("-inf"), float("inf")))
         self.licence: str = getattr(function, "licence", "unstated")
         self.hacked_by: str = getattr(function, "hacked_by", "unstated")
+        self.differentiable: bool = getattr(function, "differentiable", False)
 
     def __call__(self, clips: Clips) -> Scores:
         try:

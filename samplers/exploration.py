@@ -9,7 +9,8 @@ there is one stream; the branches start that chunk from neighbouring noise,
 and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all`` those outside of the pivot chunk.
 ``fork_fresh``: after the common past all their noise differs (TempAct). ``pair``: two take antithetic noise in every
 draw of the pivot (samplers/forks.py). ``route``: they share all draws, and differ in what they read (routes.py).
-With a ``window`` (step_window.py) the re-noising outside of it is shared as well.
+With a ``window`` (step_window.py) the re-noising outside of it is shared as well. A ``guide`` (guidance.py) moves what
+is drawn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from samplers.forks import antithetic_noise, neighbour_noise
+from samplers.guidance import Guidance, Guide, Judge
 from samplers.kernels import Kernel
 from samplers.randomness import Key, normal, shared
 from samplers.step_window import StepWindow
@@ -37,6 +39,7 @@ class Exploration:
     kernel: Kernel = CONSISTENCY
     steps: bool = False  # every step of the trained chunks is recorded
     window: StepWindow | None = None  # transitions that draw by ``kernel``, each branch its own noise; None: all
+    guide: Guide | None = None  # moves the means of transitions to where a reward rises
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,6 +65,12 @@ class Exploration:
         if self.window is None:
             return (self.kernel,) * transitions
         return self.window.kernels(self.kernel, iteration, transitions)
+
+    def guidance(self, judge: Judge | None, iteration: int, transitions: int) -> Guidance | None:
+        """The guide at work with what judges chunks: at the last transitions that draw."""
+        if self.guide is None or judge is None:
+            return None
+        return Guidance(judge, self.guide.strength, self.trained(iteration, transitions)[-self.guide.steps :])
 
 
 def draws(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from samplers.guidance import Guidance
 from samplers.kernels import Kernel
 from samplers.randomness import Key, normal
 
@@ -60,24 +62,29 @@ def stream(
     context: Any = None,
     to_continue: bool = True,
     kernel: Kernel | Sequence[Kernel] = CONSISTENCY,
+    guidance: Guidance | None = None,
     seen: Seen | None = None,
 ) -> Iterator[Chunk]:
     """Generate ``chunks`` (bounds in frames) one after another and yield each as soon as it is clean.
 
     ``levels`` are the warped noise levels; ``draw`` gives all noise; ``frames`` trims the end; ``context`` continues
-    a stream; ``kernel`` makes the transitions, one for all or one for each; ``seen`` is told of every step. S levels
-    cost S + 1 forwards a chunk, the refresh included; ``to_continue=False`` saves that of the last chunk, whose context
-    then ends before it.
+    a stream; ``kernel`` makes the transitions, one for all or one for each; ``guidance`` moves their means and
+    ``seen`` is told of every step. S levels cost S + 1 forwards a chunk, the refresh included; ``to_continue=False``
+    saves that of the last chunk, whose context then ends before it.
     """
     context = denoiser.start() if context is None else context
+    before = None
     for start, stop in chunks:
         # A continued stream must not draw the first chunks' noise again; a first frame of its own is chunk 0.
         index = -(-start // (stop - start))
         context = denoiser.enter(context)
-        x0 = denoise_chunk(denoiser, context, index, stop - start, levels, draw, kernel=kernel, seen=seen)
+        x0 = denoise_chunk(
+            denoiser, context, index, stop - start, levels, draw, kernel=kernel, guidance=guidance, before=before, seen=seen
+        )
         if to_continue or (start, stop) != chunks[-1]:
             context = denoiser.refresh(x0, context)
         keep = stop - start if frames is None else min(stop, frames) - start
+        before = x0
         yield Chunk(index, start, x0[:, :keep], context)
 
 
@@ -91,10 +98,13 @@ def denoise_chunk(
     draw: Draw,
     *,
     kernel: Kernel | Sequence[Kernel] = CONSISTENCY,
+    guidance: Guidance | None = None,
+    before: Tensor | None = None,
     seen: Seen | None = None,
 ) -> Tensor:
     """Chunk ``index`` of ``frames`` frames from noise to clean, in a context that it only reads: one row for every row
-    that ``draw`` gives, which may be several candidates over a context of one stream."""
+    that ``draw`` gives, which may be several candidates over a context of one stream. ``before`` is the clean chunk
+    before it, which ``guidance`` may want to see."""
     kernels = (kernel,) * (len(levels) - 1) if isinstance(kernel, Kernel) else kernel
     if len(kernels) != len(levels) - 1:
         raise ValueError(f"{len(kernels)} kernels for {len(levels)} levels: give one, or one per transition")
@@ -105,6 +115,9 @@ def denoise_chunk(
             seen(index, step, x, x0)
         if step + 1 < len(levels):
             mean, std = kernels[step].from_x0(x, x0, t, levels[step + 1])
+            if guidance is not None and step in guidance.steps:
+                denoise = partial(denoiser.denoise, t=t, context=context)
+                mean = mean + guidance.shift(denoise, x, std, index, before)
             x = mean + std * draw(index, step + 1, "renoise")[:, :frames]
     return x0
 

@@ -27,6 +27,7 @@ from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.generators.wan import WanParts, load_parts
 from arvideo_rl.generators.weights import load_strictly, read_tensors
+from samplers.guidance import Guidance
 from samplers.kernels import Kernel
 from samplers.rolling import rolling
 from samplers.stream import CONSISTENCY, Chunk, Draw, Seen, given, stream
@@ -90,6 +91,7 @@ class Generator:
         to_continue: bool = False,
         in_place: bool = False,
         kernel: Kernel | Sequence[Kernel] = CONSISTENCY,
+        guidance: Guidance | None = None,
         seen: Seen | None = None,
     ) -> Iterator[Chunk]:
         """Stream ``frames`` frames in whole chunks (``trim`` cuts the last one) as the settings say. ``model`` is the
@@ -102,12 +104,12 @@ class Generator:
         denoiser = self.denoiser(model, script, draw, fixed=True, in_place=in_place)
         kept = frames if trim else None
         if self.streaming.joint:
-            if seen is not None or kernel != CONSISTENCY:
-                raise ValueError("streaming.joint=true: joint denoising has no other kernel and is not recorded")
+            if seen is not None or guidance is not None or kernel != CONSISTENCY:
+                raise ValueError("streaming.joint=true: joint denoising has no other kernel, guide or record")
             return rolling(denoiser, chunks, levels, draw, frames=kept, context=context)
         return stream(
             denoiser, chunks, levels, draw, frames=kept, context=context, to_continue=to_continue, kernel=kernel,
-            seen=seen,
+            guidance=guidance, seen=seen,
         )  # fmt: skip
 
     def given(self, model: Callable, script: Script, latents: Tensor, draw: Draw) -> Any:

@@ -22,6 +22,7 @@ class Codec(Protocol):
 
     channels: int  # of a latent
     stride: int  # pixels per latent in height and in width
+    differentiable: bool  # whether decoded pixels carry a gradient
 
     def to(self, device: torch.device | str) -> Codec:
         """Move it; returns self."""
@@ -48,6 +49,7 @@ class IdentityCodec:
 
     channels = 3
     stride = 1
+    differentiable = True
 
     def to(self, device: torch.device | str) -> IdentityCodec:
         """It has nothing to move."""
@@ -73,6 +75,8 @@ class IdentityCodec:
 class WanCodec:
     """Wan's causal video VAE (diffusers' AutoencoderKLWan): the first frame of a stream is 1 pixel frame, each later
     one 4. Latents are normalised with the VAE's own mean and deviation. Source: Wan2.1, diffusers."""
+
+    differentiable = False
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
         self.vae = vae.eval().requires_grad_(False)

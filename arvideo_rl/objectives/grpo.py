@@ -10,6 +10,7 @@ One objective, by its arguments the published ones (recipes in configs/align):
 | Flow-DPPO (UniRL)        | flow_sde       | gaussian   | mask  | independent |
 | executor of TempAct      | cm             | ratio_norm | clip  | fork_fresh  |
 | MixGRPO                  | flow_sde       | gaussian   | clip  | shared_init, ``window`` of steps |
+| Euphonium                | dance_sde      | gaussian   | clip  | independent, with a ``guide``    |
 
 What differs here from all of them: the context is the clean rolling cache that the sampler had, at its own levels; and
 ``shared_init`` lets a group differ by re-noising alone, which is what is trained.
@@ -33,6 +34,7 @@ from arvideo_rl.objectives import ratio
 from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.record import Record, walk
 from samplers.exploration import Exploration
+from samplers.guidance import Guide
 from samplers.kernels import Kernel
 from samplers.randomness import generator
 from samplers.step_window import StepWindow
@@ -55,6 +57,7 @@ class GRPO:
     steps_per_chunk: int = 1  # transitions trained per chunk, drawn without repetition
     train_steps: int | None = None  # only the first, noisiest so many transitions; null = all but the last, a point
     window: StepWindow | None = None  # only these transitions draw noise and are trained; null = all
+    guide: Guide | None = None  # a reward whose gradient moves what is drawn (samplers/guidance.py); never the policy
     explore: str = "shared_init"  # independent, shared_init or fork_fresh (samplers/exploration.py)
     from_chunk: int = 0  # chunks before this one are not trained: they decide what the video shows
     credit: str = "chunk"  # a chunk's own reward, or that of the whole sequence from the first trained chunk on
@@ -84,7 +87,7 @@ class GRPO:
     @property
     def exploration(self) -> Exploration:
         """How a group is drawn."""
-        return Exploration(self.explore, kernel=self._kernel, steps=True, window=self.window)
+        return Exploration(self.explore, kernel=self._kernel, steps=True, window=self.window, guide=self.guide)
 
     def check_chunks(self, chunks: int) -> None:
         """Refuse a rollout that leaves no chunk to train."""

@@ -37,6 +37,7 @@ from arvideo_rl.training.checkpoints import (
     save_checkpoint,
 )
 from arvideo_rl.training.critic import Critic, leaving
+from arvideo_rl.training.guided import guiding
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.reduce import mean_over_processes, sum_gradients
@@ -80,6 +81,7 @@ class Run:
         self.rewards = build_rewards(config.rewards)
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         check_groups(config, self.objective, accelerator.num_processes)
+        self.guide = guiding(self.objective.exploration.guide, self.rewards, self.generator)
         if isinstance(self.objective, KVRouting):
             memory = self.objective.memory(streaming.attention_window(), config.frames)
             fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
@@ -187,7 +189,7 @@ class Run:
                     records.append(roll_out_routed(self.generator, model, *asked, memory))
                 else:
                     pivot = pivot_of(keys[0], objective.from_chunk, chunks)
-                    records.append(roll_out(generator, model, *asked, objective.exploration, pivot))
+                    records.append(roll_out(generator, model, *asked, objective.exploration, pivot, self.guide))
         prompts = self.prompts.take([row for row, _ in mine])
         return Record.cat(records, script_of(self.generator, prompts)), prompts
 

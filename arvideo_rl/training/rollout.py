@@ -8,6 +8,7 @@ from torch import Tensor
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.denoiser import Script
 from arvideo_rl.objectives.record import Record, Steps
+from arvideo_rl.training.guided import judge_of
 from arvideo_rl.training.prompts import Prompts
 from rewards.contract import Clips, Reward, score
 from samplers.exploration import Exploration, draws
@@ -29,9 +30,11 @@ def roll_out(
     groups: Tensor,
     exploration: Exploration = INDEPENDENT,
     pivot: int = 0,
+    guide: Reward | None = None,
 ) -> Record:
     """Generate one branch per row of ``prompts``, each under its own key. ``frames`` must be whole chunks. With an
-    exploration that forks, all rows are one group, which has one past up to chunk ``pivot``."""
+    exploration that forks, all rows are one group, which has one past up to chunk ``pivot``. ``guide`` is the
+    reward that an exploration with a guide follows (guided.py)."""
     if generator.streaming.joint:
         raise ValueError("streaming.joint=true: what was denoised jointly cannot be trained on; set it to false")
     first = pivot if exploration.forks else 0
@@ -52,8 +55,10 @@ def roll_out(
 
     draw = draws(exploration, keys, generator.latent_shape, device, pivot, transitions)
     script, kernels = script_of(generator, prompts), exploration.kernels(keys[0].iteration, transitions)
+    judge = guide and judge_of(guide, generator, prompts)
+    guidance = exploration.guidance(judge, keys[0].iteration, transitions)
     tail = generator.stream(model, script, draw, frames, context=context, start=start, kernel=kernels,
-                            seen=keep if exploration.steps else None)  # fmt: skip
+                            guidance=guidance, seen=keep if exploration.steps else None)  # fmt: skip
     latents = torch.cat([*parts, *(c.latents for c in tail)], 1)
     steps = None
     if exploration.steps:
