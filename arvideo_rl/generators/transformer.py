@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -25,6 +25,9 @@ from arvideo_rl.generators.context import Context, KeyShape
 from arvideo_rl.generators.linear import place_of, read
 from arvideo_rl.generators.rope import place, rotate, rotation
 from arvideo_rl.generators.spans import Span
+
+if TYPE_CHECKING:
+    from arvideo_rl.generators.packed import Packing
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,15 @@ class CausalWan(WanTransformer3DModel):
                 nn.init.zeros_(block.attn1.linear_proj.weight)
                 nn.init.zeros_(block.attn1.linear_proj.bias)
 
-    def forward(self, x: Tensor, t: Tensor, context: Context, *, write: bool = False) -> Prediction:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, t: Tensor, context: Context, *, write: bool = False, packing: Packing | None = None
+    ) -> Prediction:
         """Predict the clean chunk.
 
         x [m * B, F, C, H, W] is the noisy chunk, in m stacked copies when several noise levels share one context of
         batch B; t [m * B] or [m * B, F] are noise levels. ``write`` also returns the chunk's keys and values, which
-        are only worth keeping where t = 0.
+        are only worth keeping where t = 0. With a ``packing``, x is all chunks of a video at once (packed.py), and the
+        context one at its start.
         """
         batch, frames, _, height, width = x.shape
         _, p_h, p_w = self.config.patch_size
@@ -121,7 +127,10 @@ class CausalWan(WanTransformer3DModel):
             h = h + self.place_embedding[chunk].flatten(1, 2)
         dim = self.config.attention_head_dim
         tokens, heads = grid[0] * grid[1], self.config.num_attention_heads
-        here = rotation(tuple(range(context.time, context.time + frames)), *grid, dim, x.device)
+        times = tuple(range(context.time, context.time + frames)) if packing is None else packing.times
+        here = rotation(times, *grid, dim, x.device)
+        attend: Callable[..., Tensor] = partial(_attend, backend=self.attention)
+        look = attend if packing is None else packing.attending(attend)
         past = context.past(KeyShape(batch, tokens, heads, dim, len(self.blocks), h.dtype, h.device), frames)
         bias = context.bias(tokens, frames, h)
         linear = self._linear(context, frames, grid)
@@ -130,7 +139,7 @@ class CausalWan(WanTransformer3DModel):
         for i, block in enumerate(self.blocks):
             sums = context.sums if write else ""
             run = partial(_block, block, copies=copies, bias=bias, linear=linear[i] if linear else None, sums=sums,
-                          attend=partial(_attend, backend=self.attention))  # fmt: skip
+                          attend=attend, look=look)  # fmt: skip
             args = (h, modulation, texts[i], here, past[i] if past else None)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 h, *kv = self._gradient_checkpointing_func(run, *args)
@@ -217,12 +226,14 @@ def _block(
     linear: tuple[Tensor, Tensor, Tensor] | None,
     sums: str,
     attend: Callable[..., Tensor] = _attend,
+    look: Callable[..., Tensor] = _attend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One Wan block on h [B, F, L, E]; also returns the chunk's un-rotated keys and its values [B, F*L, N, D], and the
     ``sums`` that the context asks for [B, F, N, D].
 
-    ``past`` has batch B / copies, is shared by the copies and joins itself to the chunk; None is nothing. Order of the
-    modulation: shift, scale, gate of attention, then of the feed-forward (source: Wan2.1).
+    ``past`` has batch B / copies, is shared by the copies and joins itself to the chunk; None is nothing. ``look``
+    attends to frames, ``attend`` to the prompt. Order of the modulation: shift, scale, gate of attention, then of the
+    feed-forward (source: Wan2.1).
     """
     shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (
         (block.scale_shift_table[:, None] + modulation.float())[:, :, :, None].unbind(2)
@@ -239,7 +250,7 @@ def _block(
     if past is not None:
         keys, values = past.join(keys, values, copies)
     turned = rotate(query, here)
-    y = attend(turned, keys, values, bias)
+    y = look(turned, keys, values, bias)
     if linear is not None:
         factors, relu, kv = linear
         relu, kv = relu.repeat(copies, 1, 1), kv.repeat(copies, 1, 1, 1)

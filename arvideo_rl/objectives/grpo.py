@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from arvideo_rl.config import check_choice, check_ranges
 from arvideo_rl.generators.denoiser import Denoiser
+from arvideo_rl.generators.packed import packed_forward
 from arvideo_rl.objectives import ratio
 from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.record import Record, walk
@@ -38,6 +40,24 @@ from samplers.guidance import Guide
 from samplers.kernels import Kernel
 from samplers.randomness import generator
 from samplers.step_window import StepWindow
+
+
+class Taken(NamedTuple):
+    """Recorded transitions of one chunk, M steps of B branches stacked to rows [M * B, ...]."""
+
+    x: Tensor
+    x_next: Tensor
+    x0: Tensor  # what the data policy predicted at x
+    t: Tensor
+    s: Tensor
+    adv: Tensor
+
+    def velocity(self, x0: Tensor) -> Tensor:
+        """The velocity that a predicted clean chunk means at x."""
+        return (self.x - x0) / self.t[:, None, None, None, None]
+
+
+Predicted = tuple[int, Tensor, Tensor | None]  # (chunk, clean chunk that current predicts, and that start does)
 
 
 @dataclass
@@ -63,6 +83,8 @@ class GRPO:
     credit: str = "chunk"  # a chunk's own reward, or that of the whole sequence from the first trained chunk on
     chunk_shape: float | None = None  # RAVEN's weights of chunks: -1 = later ones count more; null = all alike
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
+    packed: bool = False  # all chunks in one forward (generators/packed.py); the current policy writes the context
+    context_gradient: bool = False  # of packed: through the keys and values of clean chunks as well
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -83,6 +105,12 @@ class GRPO:
             raise ValueError("objective.args.kernel=ode draws nothing, so there is no transition to train; choose cps")
         if self.window is not None and self.train_steps is not None:
             raise ValueError("objective.args.train_steps and window both choose steps; remove train_steps")
+        if self.packed and self.context_writer != "current":
+            raise ValueError("objective.args.packed=true lets the current policy write; set context_writer=current")
+        if self.packed and self.explore == "fork_fresh":
+            raise ValueError("objective.args.packed=true packs all chunks, but fork_fresh trains one; set packed=false")
+        if self.context_gradient and not self.packed:
+            raise ValueError("objective.args.context_gradient=true needs packed=true: a cache has no gradient")
 
     @property
     def exploration(self) -> Exploration:
@@ -105,39 +133,70 @@ class GRPO:
     def losses(
         self, policies, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]
     ) -> Iterator[tuple[Tensor, dict[str, float]]]:
-        """Yield (loss, metrics) per trained chunk, to be summed; backward on each before the next. ``adv`` [B, K]."""
+        """Yield (loss, metrics) per trained chunk, to be summed; backward on each before the next. ``adv`` [B, K].
+        Packed, all chunks are one loss."""
         assert record.steps is not None
-        steps, trained = record.steps, self._trained(record.keys[0].iteration, levels)
-        chunks = steps.x.shape[1]
-        frames = [stop - start for start, stop in denoiser.window.chunks(record.latents.shape[1])]
-        first = steps.one_first()
-        last = first + chunks
-        weights = torch.ones(chunks) if self.chunk_shape is None else ratio.chunk_weights(
-            frames[first:last], self.chunk_shape)  # fmt: skip
-        for k, _, _, context in walk(denoiser, record.latents, lambda: policies.using(self.context_writer)):
-            if k >= last:
+        first = record.steps.one_first()
+        bounds = denoiser.window.chunks(record.latents.shape[1])[first : first + record.steps.x.shape[1]]
+        weights = torch.ones(len(bounds))
+        if self.chunk_shape is not None:
+            weights = ratio.chunk_weights([b - a for a, b in bounds], self.chunk_shape)
+        weights /= len(bounds)
+        trained = range(max(first, self.from_chunk), first + len(bounds))
+        taken = {k: self._taken(record, k, adv[:, k], levels) for k in trained}
+        predicted = (self._packed if self.packed else self._cached)(policies, denoiser, record.latents, taken)
+        losses = (self._loss(taken[k], x0, ref, weights[k - first].item()) for k, x0, ref in predicted)
+        if not self.packed:
+            yield from losses
+            return
+        loss, metrics = zip(*losses)
+        yield sum(loss), {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+    def _cached(self, policies, denoiser: Denoiser, latents: Tensor, taken: dict[int, Taken]) -> Iterator[Predicted]:
+        """Chunk by chunk, each over its cache."""
+        for k, _, _, context in walk(denoiser, latents, lambda: policies.using(self.context_writer)):
+            if k in taken:
+                ref, x, t = None, taken[k].x, taken[k].t
+                if self.kl_weight > 0:  # before the current policy's forward: switching adapters later loses gradients
+                    with torch.no_grad(), policies.using("start") as model:
+                        ref = model(x, t, context).x0
+                with policies.using("current") as model:
+                    yield k, model(x, t, context).x0, ref
+            if k == max(taken):
                 return
-            if k < max(first, self.from_chunk):
-                continue
-            j = _choose(record, k, trained, self.steps_per_chunk).to(adv.device)  # [M, B]
-            batch, row = torch.arange(len(record), device=adv.device), k - first
-            x, x_next = steps.x[batch, row, j].flatten(0, 1), steps.x[batch, row, j + 1].flatten(0, 1)
-            t, s = (torch.tensor(levels, device=adv.device)[i.flatten()] for i in (j, j + 1))
-            wide = t[:, None, None, None, None]
-            v_old = (x - steps.x0[batch, row, j].flatten(0, 1)) / wide
-            ref = None
-            if self.kl_weight > 0:  # before the current policy's forward: switching adapters after it loses gradients
-                with torch.no_grad(), policies.using("start") as model:
-                    ref = (x - model(x, t, context).x0) / wide
-            with policies.using("current") as model:
-                v = (x - model(x, t, context).x0) / wide
-            a = adv[:, k].clamp(-self.adv_clip, self.adv_clip).repeat(len(j)).double()
-            loss, metrics = self._policy_loss(v, v_old, x, x_next, a, t, s)
-            if ref is not None:
-                kl = ratio.kl(self._kernel.coefficients(t, s), v, ref, self.kl_form)
-                loss, metrics = loss + self.kl_weight * kl, metrics | {"kl": kl.mean().item()}
-            metrics["v_moved"] = (v.detach() - v_old).square().mean().item()
-            yield (loss.mean() * weights[row].item() / chunks).float(), metrics
+
+    def _packed(self, policies, denoiser: Denoiser, latents: Tensor, taken: dict[int, Taken]) -> Iterator[Predicted]:
+        """All chunks from one forward of each policy, which thereby reads a past of its own."""
+        states = {k: (step.x, step.t) for k, step in taken.items()}
+        refs: dict[int, Tensor] = {}
+        if self.kl_weight > 0:
+            with torch.no_grad(), policies.using("start") as model:
+                refs = packed_forward(model, denoiser, latents, states)
+        with policies.using("current") as model:
+            found = packed_forward(model, denoiser, latents, states, self.context_gradient)
+        return ((k, found[k], refs.get(k)) for k in taken)
+
+    def _taken(self, record: Record, k: int, adv: Tensor, levels: tuple[float, ...]) -> Taken:
+        """The transitions of chunk k that are trained."""
+        assert record.steps is not None
+        x, x0, row = record.steps.x, record.steps.x0, k - record.steps.one_first()
+        trained = self._trained(record.keys[0].iteration, levels)
+        j = _choose(record, k, trained, self.steps_per_chunk).to(adv.device)  # [M, B]
+        batch = torch.arange(len(record), device=adv.device)
+        t, s = (torch.tensor(levels, device=adv.device)[i.flatten()] for i in (j, j + 1))
+        a = adv.clamp(-self.adv_clip, self.adv_clip).repeat(len(j)).double()
+        parts = (x[batch, row, j], x[batch, row, j + 1], x0[batch, row, j])
+        return Taken(*(part.flatten(0, 1) for part in parts), t, s, a)
+
+    def _loss(self, step: Taken, x0: Tensor, ref: Tensor | None, weight: float) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of one chunk, from the predictions of the current policy and of the start."""
+        v, v_old = step.velocity(x0), step.velocity(step.x0)
+        loss, metrics = self._policy_loss(v, v_old, step.x, step.x_next, step.adv, step.t, step.s)
+        if ref is not None:
+            kl = ratio.kl(self._kernel.coefficients(step.t, step.s), v, step.velocity(ref), self.kl_form)
+            loss, metrics = loss + self.kl_weight * kl, metrics | {"kl": kl.mean().item()}
+        metrics["v_moved"] = (v.detach() - v_old).square().mean().item()
+        return (loss.mean() * weight).float(), metrics
 
     def _policy_loss(self, v, v_old, x, x_next, adv, t, s) -> tuple[Tensor, dict[str, float]]:
         """Loss per row [M * B] without the pull to the start, and metrics."""

@@ -36,6 +36,9 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
     at_once = config.group if objective.exploration.forks else config.update_batch  # a fork is taken group by group
     streams = max(config.rollout_batch, at_once, config.held_out.batch)
     rows = at_once * levels * s.chunk * tokens
+    if getattr(objective, "packed", False):  # all noisy chunks, and the clean ones that they read
+        chunks = config.frames // s.chunk
+        rows = rows * chunks + at_once * (chunks - 1) * s.chunk * tokens
     steps = 2 * len(s.levels) if objective.exploration.steps else 0
     branches = config.prompts_per_step * config.group
     latents = config.frames * channels * height * width

@@ -153,6 +153,40 @@ def test_all_trusts_have_one_gradient_at_the_start(world):
         assert (other - found[0]).norm() < 1e-4 * found[0].norm()
 
 
+@pytest.mark.parametrize("options", [dict(steps_per_chunk=2, from_chunk=1, chunk_shape=-1.0), dict(trust="score")])
+def test_packed_is_the_same_loss_and_gradient(options, world):
+    generator, policies, make = world
+    with torch.no_grad():
+        for p in policies.parameters().values():
+            p.add_(0.05 * torch.randn_like(p))
+    policies.copy("current", "old", 0.0)
+    record, adv, found = make(GRPO()), torch.randn(4, 3), []
+    for packed in (False, True):
+        objective = GRPO(context_writer="current", packed=packed, **options)
+        seen = list(losses(world, objective, record, adv))
+        assert len(seen) == (1 if packed else 3 - objective.from_chunk)
+        total = sum(loss for loss, _ in seen)
+        total.backward()
+        found.append((total.item(), torch.cat([p.grad.flatten() for p in policies.parameters().values()]), seen[0][1]))
+        policies.model.zero_grad()
+    (one, a, _), (other, b, metrics) = found
+    assert one == pytest.approx(other, abs=1e-6) and (a - b).norm() < 1e-4 * a.norm() and a.norm() > 0
+    assert metrics.get("ratio_off", 0) < 1e-5 and metrics["v_moved"] < 1e-9
+
+
+def test_packed_with_gradient_through_the_past_has_another_gradient_and_the_same_loss(world):
+    generator, policies, make = world
+    record, adv, found = make(GRPO()), torch.randn(4, 3), []
+    for through in (False, True):
+        objective = GRPO(context_writer="current", packed=True, context_gradient=through, kl_weight=0.1)
+        ((loss, _),) = losses(world, objective, record, adv)
+        loss.backward()
+        found.append((loss.item(), torch.cat([p.grad.flatten() for p in policies.parameters().values()])))
+        policies.model.zero_grad()
+    (one, a), (other, b) = found
+    assert one == other and (a - b).norm() > 1e-3 * a.norm()
+
+
 def test_the_pull_to_the_start_is_zero_there_and_grows(world):
     generator, policies, make = world
     objective = GRPO(kl_weight=1.0)
@@ -215,6 +249,9 @@ def test_groups_that_fork_at_different_chunks_are_not_mixed(world):
         (dict(clip_low=0), "clip_low=0"),
         (dict(explore="fork"), "explore=fork"),
         (dict(steps_per_chunk=0), "steps_per_chunk=0"),
+        (dict(packed=True), "packed=true lets the current policy write; set context_writer=current"),
+        (dict(packed=True, context_writer="current", explore="fork_fresh"), "but fork_fresh trains one"),
+        (dict(context_gradient=True), "context_gradient=true needs packed=true"),
         (dict(window=StepWindow(1), train_steps=2), "train_steps and window both choose steps"),
     ],
 )
