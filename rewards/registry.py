@@ -93,26 +93,27 @@ def prepare(reward: Reward) -> None:
         load()
 
 
-def resolve(target: str) -> Any:
-    """The class or function that ``target`` names; ValueError when there is none."""
-    path = REWARDS.get(target, target)
+def resolve(target: str, known: Mapping[str, str] = REWARDS, kind: str = "reward") -> Any:
+    """The class or function that ``target`` names, one of ``known`` or module:attribute; ValueError when there is none.
+    ``kind`` says in messages what it was to be."""
+    path = known.get(target, target)
     module, colon, attribute = path.partition(":")
     if not colon:
-        raise ValueError(f"reward {target!r} is unknown{_nearest(target, REWARDS)}; known: {', '.join(available())}, "
+        raise ValueError(f"{kind} {target!r} is unknown{_nearest(target, known)}; known: {', '.join(sorted(known))}, "
                          "or module:attribute for your own")  # fmt: skip
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             missing = f"{module!r} imports {error.name!r}, which is not installed"
-            raise ValueError(f"reward {target!r}: {missing}; pip install it") from error
+            raise ValueError(f"{kind} {target!r}: {missing}; pip install it") from error
         where = "on the Python path or in the working directory"
-        raise ValueError(f"reward {target!r}: there is no module {error.name!r} {where}") from None
+        raise ValueError(f"{kind} {target!r}: there is no module {error.name!r} {where}") from None
     except Exception as error:  # whatever the module does when it is imported
         said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"reward {target!r}: {module!r} cannot be imported ({said}); mend it") from error
+        raise ValueError(f"{kind} {target!r}: {module!r} cannot be imported ({said}); mend it") from error
     if not hasattr(home, attribute):
-        raise ValueError(f"reward {target!r}: {module!r} has no {attribute!r}{_nearest(attribute, dir(home))}")
+        raise ValueError(f"{kind} {target!r}: {module!r} has no {attribute!r}{_nearest(attribute, dir(home))}")
     return getattr(home, attribute)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +59,7 @@ class Part:
 class Method:
     """A pluggable part of which there is one: a name and its arguments."""
 
-    target: str = ""
+    target: str = ""  # a name, or module:attribute as for rewards
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -138,7 +138,7 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     check_choice("lag", config.lag, LAGS)
     check_choice("policy.kind", config.policy.kind, ("lora", "full"))
     check_choice("prompts.style", config.prompts.style, STYLES)
-    check_choice("objective.target", config.objective.target, OBJECTIVES)
+    objective_class(config.objective.target)
     if config.objective.target == "pairs" and (config.group != 2 or config.advantage != "centre"):
         raise ConfigError(f"objective pairs compares two branches: use group=2 advantage=centre, "
                           f"not group={config.group} advantage={config.advantage}")  # fmt: skip
@@ -240,9 +240,26 @@ def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
     return out
 
 
+def objective_class(target: str) -> type[Objective]:
+    """The objective of that name, or one's own by module:attribute; ConfigError when it is none (docs/objectives)."""
+    if ":" not in target:
+        check_choice("objective.target", target, [*OBJECTIVES, "module:attribute"])
+        return OBJECTIVES[target]
+    try:
+        kind = registry.resolve(target, {}, "objective")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    parts = ("from_chunk", "credit", "exploration", "check_chunks", "levels_trained", "losses")
+    lacks = [name for name in parts if not hasattr(kind, name)]
+    if not isinstance(kind, type) or not is_dataclass(kind) or lacks:
+        what = f"lacks {', '.join(lacks)}" if lacks else "is no dataclass"
+        raise ConfigError(f"objective.target={target}: {what}; an objective is a dataclass with {', '.join(parts)}")
+    return cast(type[Objective], kind)
+
+
 def build_objective(part: Method, chunks: int) -> Objective:
     """The configured objective; names and types of its arguments are checked against its fields."""
-    kind = OBJECTIVES[part.target]
+    kind = objective_class(part.target)
     check_keys(kind, part.args, "objective.args.")
     try:
         objective = cast(Objective, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), part.args)))
