@@ -185,8 +185,8 @@ class GRPO:
         batch = torch.arange(len(record), device=adv.device)
         t, s = (torch.tensor(levels, device=adv.device)[i.flatten()] for i in (j, j + 1))
         a = adv.clamp(-self.adv_clip, self.adv_clip).repeat(len(j)).double()
-        parts = (x[batch, row, j], x[batch, row, j + 1], x0[batch, row, j])
-        return Taken(*(part.flatten(0, 1) for part in parts), t, s, a)
+        here, after, clean = (y.flatten(0, 1) for y in (x[batch, row, j], x[batch, row, j + 1], x0[batch, row, j]))
+        return Taken(here, after, clean, t, s, a)
 
     def _loss(self, step: Taken, x0: Tensor, ref: Tensor | None, weight: float) -> tuple[Tensor, dict[str, float]]:
         """Loss and metrics of one chunk, from the predictions of the current policy and of the start."""

@@ -55,7 +55,7 @@ def roll_out(
 
     draw = draws(exploration, keys, generator.latent_shape, device, pivot, transitions)
     script, kernels = script_of(generator, prompts), exploration.kernels(keys[0].iteration, transitions)
-    judge = guide and judge_of(guide, generator, prompts)
+    judge = None if guide is None else judge_of(guide, generator, prompts)
     guidance = exploration.guidance(judge, keys[0].iteration, transitions)
     tail = generator.stream(model, script, draw, frames, context=context, start=start, kernel=kernels,
                             guidance=guidance, seen=keep if exploration.steps else None)  # fmt: skip
