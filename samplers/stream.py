@@ -78,9 +78,8 @@ def stream(
         # A continued stream must not draw the first chunks' noise again; a first frame of its own is chunk 0.
         index = -(-start // (stop - start))
         context = denoiser.enter(context)
-        x0 = denoise_chunk(
-            denoiser, context, index, stop - start, levels, draw, kernel=kernel, guidance=guidance, before=before, seen=seen
-        )
+        x0 = denoise_chunk(denoiser, context, index, stop - start, levels, draw, kernel=kernel, guidance=guidance,
+                           before=before, seen=seen)  # fmt: skip
         if to_continue or (start, stop) != chunks[-1]:
             context = denoiser.refresh(x0, context)
         keep = stop - start if frames is None else min(stop, frames) - start
