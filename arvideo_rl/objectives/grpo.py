@@ -13,7 +13,7 @@ One objective, by its arguments the published ones (recipes in configs/align):
 What differs here from all of them: the context is the clean rolling cache that the sampler had, at its own levels; and
 ``shared_init`` lets a group differ by re-noising alone, which is what is trained.
 
-Needs: advantages, every step's input and prediction (recorded at rollout), the start policy when kl_weight > 0.
+Needs: advantages, every step's input and prediction (recorded at rollout), the reference when kl_weight > 0.
 Shape letters: B branches, M steps per chunk, F C H W a chunk's latent.
 """
 
@@ -48,7 +48,7 @@ class GRPO:
     clip_high: float = 0.01
     threshold: float = 1e-5  # of mask: transition KL from which on a step that runs ahead is left out
     adv_clip: float = 5.0  # advantages are clipped to +- this
-    kl_weight: float = 0.0  # pull towards the start point
+    kl_weight: float = 0.0  # pull towards the reference
     kl_form: str = "v"  # v, x0, transition, flow_grpo or flowcps
     steps_per_chunk: int = 1  # transitions trained per chunk, drawn without repetition
     train_steps: int | None = None  # only the first, noisiest so many transitions; null = all but the last, a point
@@ -115,7 +115,7 @@ class GRPO:
             v_old = (x - steps.x0[batch, row, j].flatten(0, 1)) / wide
             ref = None
             if self.kl_weight > 0:  # before the current policy's forward: switching adapters after it loses gradients
-                with torch.no_grad(), policies.using("start") as model:
+                with torch.no_grad(), policies.using("reference") as model:
                     ref = (x - model(x, t, context).x0) / wide
             with policies.using("current") as model:
                 v = (x - model(x, t, context).x0) / wide
@@ -123,7 +123,9 @@ class GRPO:
             loss, metrics = self._policy_loss(v, v_old, x, x_next, a, t, s)
             if ref is not None:
                 kl = ratio.kl(self._kernel.coefficients(t, s), v, ref, self.kl_form)
-                loss, metrics = loss + self.kl_weight * kl, metrics | {"kl": kl.mean().item()}
+                pull = record.pull(kl.unflatten(0, j.shape)).flatten()
+                loss = loss + self.kl_weight * pull
+                metrics |= {"kl": kl.mean().item(), "pull": pull.mean().item()}
             metrics["v_moved"] = (v.detach() - v_old).square().mean().item()
             yield (loss.mean() * weights[row].item() / chunks).float(), metrics
 

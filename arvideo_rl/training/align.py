@@ -39,6 +39,7 @@ from arvideo_rl.training.checkpoints import (
 from arvideo_rl.training.critic import Critic, leaving
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
+from arvideo_rl.training.pull import Pull, check_pull
 from arvideo_rl.training.reduce import mean_over_processes, sum_gradients
 from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
 from arvideo_rl.training.routed import roll_out_routed
@@ -51,6 +52,7 @@ from arvideo_rl.training.settings import (
     check_groups,
     held_out_of,
     lag_keep,
+    weights_of,
 )
 from arvideo_rl.world.verify import VERIFIERS
 from rewards.contract import Clips
@@ -80,6 +82,7 @@ class Run:
         self.rewards = build_rewards(config.rewards)
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         check_groups(config, self.objective, accelerator.num_processes)
+        check_pull(config.pull, weights_of(config), self.objective)
         if isinstance(self.objective, KVRouting):
             memory = self.objective.memory(streaming.attention_window(), config.frames)
             fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
@@ -91,7 +94,9 @@ class Run:
         self.held_out = held_out_of(config)
         self._check_prompts()
         self.base = base_of(self.generator.transformer, config.policy)
-        self.policies = Policies(self.generator.transformer, config.policy, config.seed)
+        self.pull = Pull(config.pull)
+        moving = config.pull.reference == "dynamic"
+        self.policies = Policies(self.generator.transformer, config.policy, config.seed, moving)
         self.optimizer = torch.optim.AdamW(
             self.policies.parameters().values(), lr=config.lr, weight_decay=config.weight_decay
         )
@@ -126,7 +131,7 @@ class Run:
         values, content = reward_table(self.rewards, clips)
         if self.objective.credit == "sequence":
             values = {name: from_first(value, record) for name, value in values.items()}
-        adv, metrics = self._advantages(values, content, record)
+        record, adv, metrics = self._advantages(values, content, record)
         scored = time.time()
         updates = config.updates
         if self.critic is not None:
@@ -138,6 +143,7 @@ class Run:
             if i == 0 and "train/ratio_off" in metrics:
                 metrics["train/first_ratio_off"] = metrics["train/ratio_off"]
                 self._check_ratio(metrics["train/first_ratio_off"])
+        metrics |= self.pull.follow(self.policies, metrics)
         self.iteration += 1
         self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
         actions = prompts.actions[:, : clips.frames.shape[1]]
@@ -198,15 +204,17 @@ class Run:
         record = replace(record, towards=critic.towards(record, prompts, batch))
         if objective.saliency:
             _, frames, _, height, width = record.latents.shape
+            trained = {name: part for name, part in self.rewards.items() if part[1]}
             seen = [saliency(reward, clips, objective.saliency_patch, (frames, height, width))
-                    for reward, _ in self.rewards.values()]  # fmt: skip
-            rewards = torch.stack([v.nanmean(1) for v in reward_table(self.rewards, clips)[0].values()]).nan_to_num(0.0)
+                    for reward, _ in trained.values()]  # fmt: skip
+            rewards = torch.stack([v.nanmean(1) for v in reward_table(trained, clips)[0].values()]).nan_to_num(0.0)
             joined = joined_saliency(torch.stack(seen), rewards)
             record = replace(record, map=saliency_weights(joined, objective.saliency).to(record.latents.device))
         return record, metrics
 
-    def _advantages(self, values: dict, content: dict, record: Record) -> tuple[Tensor, dict[str, float]]:
-        """Weighted mean of the advantages of each reward [B, K] for this process's branches, and statistics."""
+    def _advantages(self, values: dict, content: dict, record: Record) -> tuple[Record, Tensor, dict[str, float]]:
+        """This process's branches with their gates, the weighted mean of the advantages of each trained reward [B, K],
+        and statistics."""
         accelerator = self.accelerator
         groups = record.groups
         every_group = accelerator.gather(groups.to(accelerator.device)).cpu()
@@ -215,7 +223,8 @@ class Run:
             first = accelerator.gather(record.steps.first.to(accelerator.device)).cpu()
             last = torch.tensor([k.branch == self.config.group - 1 for k in record.keys])
             anchors = accelerator.gather(last.to(accelerator.device)).cpu()
-        total, weights, metrics = None, 0.0, {}
+        total, metrics, judged = None, {}, {}
+        weights = {name: weight for name, (_, weight) in self.rewards.items()}
         for name, (_, weight) in self.rewards.items():
             value = accelerator.gather(values[name].to(accelerator.device)).cpu()
             if value.isnan().all():
@@ -226,25 +235,29 @@ class Run:
             fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             metrics[f"reward/{name}"] = value.nanmean().item()
             metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
-            value = worst_of_group(value, fault, every_group)
+            judged[name] = value = worst_of_group(value, fault, every_group)
+            if weight == 0:
+                continue
             if isinstance(self.objective, KVRouting):
                 adv, stats = self.objective.advantages(value, every_group, first, anchors)
             else:
                 adv, stats = advantages(value, every_group, self.config.advantage)
             metrics |= {f"reward/{name}/{k}": v for k, v in stats.items()}
             total = weight * adv if total is None else total + weight * adv
-            weights += abs(weight)
         assert total is not None
-        total = total / weights
+        total = total / sum(abs(w) for w in weights.values())
         if self.critic is not None:
             objective = self.critic.objective
-            self.critic.history.append([metrics[f"reward/{name}"] for name in self.rewards])
+            self.critic.history.append([metrics[f"reward/{name}"] for name, weight in weights.items() if weight])
             if objective.balance:
                 off = imbalance(torch.tensor(self.critic.history))
                 metrics["reward/imbalance"], total = off, total - objective.balance * off
             total = objective.weigh(total)
+        gates, seen = self.pull.gates(judged, weights, every_group)
         at = accelerator.process_index * len(groups)
-        return total[at : at + len(groups)], metrics
+        mine = slice(at, at + len(groups))
+        record = record if gates is None else replace(record, gates=gates[mine].to(record.latents.device))
+        return record, total[mine], metrics | seen
 
     def _update(self, record: Record, adv: Tensor) -> dict[str, float]:
         """One optimizer step on all branches, in micro-batches; equal to one large batch on one process."""
@@ -291,7 +304,8 @@ class Run:
     def save(self, folder: Path, score: float | None = None) -> Path:
         """Write a checkpoint and drop old ones. ``score`` (higher is better) says how good the policy is on prompts the
         run was not trained on (watch.py); the best one is kept whatever its age."""
-        state: dict[str, Any] = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
+        state: dict[str, Any] = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds,
+                                 "pull": self.pull.state()}  # fmt: skip
         tensors, optimizer = self.policies.state(), self.optimizer.state_dict()
         if self.critic is not None:
             tensors |= self.critic.tensors()
@@ -319,6 +333,7 @@ class Run:
             optimizer = optimizer["policy"]
             tensors = {k: v for k, v in tensors.items() if not k.startswith("critic/")}
         self.policies.load_state(tensors, found.state["old_is_current"])
+        self.pull.load_state(found.state["pull"])
         self.optimizer.load_state_dict(optimizer)
         self.iteration, self.seconds = found.state["step"], found.state["seconds"]
         return found.path

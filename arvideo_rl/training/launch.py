@@ -22,7 +22,7 @@ from arvideo_rl.training.export import export
 from arvideo_rl.training.interrupt import Alarmed, Stop
 from arvideo_rl.training.outcome import finish
 from arvideo_rl.training.probe import measure_shared
-from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan
+from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan, weights_of
 from arvideo_rl.training.watch import Watch, check_alarm
 
 
@@ -102,7 +102,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     after = _held_out(run, None, "measuring after")
     if main:
         prompts = run.held_out
-        weights = {name: part.weight for name, part in config.rewards.items()}
+        weights = {name: weight for name, weight in weights_of(config).items() if weight}
         result = compare(before, after, weights, config.held_out)
         facts = {"name": config.name, "seed": config.seed, "iterations": run.iteration,
                  "seconds": round(run.seconds, 1), "alarms": watch.alarms()}  # fmt: skip
