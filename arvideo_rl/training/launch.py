@@ -61,6 +61,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     accelerator.wait_for_everyone()
     metrics = rundir.Metrics(folder, run.iteration) if main else None
     accelerator.wait_for_everyone()  # the watch reads what was kept of the rows
+    run.replay()  # is recorded here, where an interrupt loses nothing
     watch = Watch(run, folder)
     bar = Progress(
         TextColumn("aligning"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"),
@@ -126,6 +127,11 @@ def dry_run(config: AlignConfig) -> dict[str, str]:
     sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()), run.memory)
     sizes["attention"] = run.kernel.removeprefix("attention ")
     sizes |= {f"note {i}": text for i, text in enumerate(notes(config, run.generator), 1)}
+    if config.replay.path:
+        there = Path(config.replay.path).exists()
+        sizes["replay"] = f"{config.replay.groups} groups in {config.replay.path}" + (
+            "" if there else ", to be recorded"
+        )
     if text := _finished(folder, config):
         sizes["state"] = text
     elif begun and run.restore(folder):

@@ -36,6 +36,7 @@ from arvideo_rl.training.prompts import (
     read_prompts,
 )
 from arvideo_rl.training.pull import PullConfig
+from arvideo_rl.training.replay import ReplayConfig
 from rewards import registry
 from rewards.contract import Reward
 
@@ -99,6 +100,7 @@ class AlignConfig:
     advantage: str = "group_z"  # a form of objectives/advantages.py
     objective: Method = field(default_factory=lambda: Method("nft"))
     pull: PullConfig = field(default_factory=PullConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lr: float = 1e-3
     weight_decay: float = 0.0
