@@ -146,14 +146,15 @@ class Policies:
         self.old_is_current = old_is_current
 
 
-def adapt(transformer: CausalWan, config: PolicyConfig, current: dict[str, Tensor]) -> None:
+def adapt(transformer: CausalWan, config: PolicyConfig, current: dict[str, Tensor], name: str = "current") -> None:
     """Make ``transformer`` the trained policy and nothing more: no old one, no copies, nothing to train. ``current``
-    are the tensors that ``Policies.state`` calls current/..., without that prefix; every one must be used."""
+    are the tensors that ``Policies.state`` calls current/..., without that prefix; every one must be used. With LoRA
+    they become adapter ``name``."""
     transformer.requires_grad_(False).eval()
     if config.kind == "lora":
-        _add_adapter(transformer, config, "current")
+        _add_adapter(transformer, config, name)
         transformer.requires_grad_(False)
-    tag = ".current.weight" if config.kind == "lora" else ""
+    tag = f".{name}.weight" if config.kind == "lora" else ""
     mine = {k.removesuffix(tag): p for k, p in transformer.named_parameters() if not tag or k.endswith(tag)}
     _fill(mine, current)
 
