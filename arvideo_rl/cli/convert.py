@@ -17,6 +17,7 @@ class ConvertConfig:
 
     out: str = ""  # folder or file to write; must not exist
     format: str = ""  # default: official for a file, else diffusers; the table above has what there is
+    merge: str = ""  # runs: RUN:SCALE, add what another run on the same base changed, times SCALE
     lora: str = ""  # checkpoints: merge this LoRA into the weights first
     lora_alpha: float | None = None  # of a LoRA file that does not say it
     container: str = ""  # checkpoints that hold several: generator, generator_ema or model
@@ -48,6 +49,7 @@ Examples:
 
   arvideo convert runs/mine out=mine_lora
   arvideo convert runs/mine@best out=mine_merged format=merged
+  arvideo convert runs/semi merge=runs/on:0.8 out=both    (a generator: base + semi + 0.8 on)
   arvideo convert self_forcing_dmd.pt out=self_forcing container=generator_ema dtype=bfloat16
   arvideo convert longlive_base.pt lora=lora.pt out=longlive.safetensors
 
@@ -64,9 +66,9 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         raise UsageError("say where to write: out=FOLDER, or out=FILE.safetensors")
     from arvideo_rl.generators.hub import locate
     from arvideo_rl.generators.wan import DTYPES
-    from arvideo_rl.training.aligned import load_aligned, run_of, split
+    from arvideo_rl.training.aligned import add_policy, load_aligned, run_of, split
     from arvideo_rl.training.convert import convert_lora, convert_weights, is_lora
-    from arvideo_rl.training.export import export
+    from arvideo_rl.training.export import export, parse_merge
     from arvideo_rl.training.launch import quiet
 
     quiet()
@@ -83,19 +85,29 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
             kind = "LoRA" if is_lora(locate(source)) else "checkpoint"
         except ValueError as error:
             raise ConfigError(f"{source!r} is not an alignment run, nor weights to convert: {error}") from None
-    form = config.format or ("official" if out.suffix in (".safetensors", ".pt") else "diffusers")
+    usual = "merged" if config.merge else "diffusers"
+    form = config.format or ("official" if out.suffix in (".safetensors", ".pt") else usual)
     if form not in FORMATS[kind]:
         raise ConfigError(f"format={form}: a {kind} can be written as {', '.join(FORMATS[kind])}")
     unread = [k for k in ("lora", "container", "dtype") if kind != "checkpoint" and getattr(config, k)]
     if unread or (config.lora_alpha is not None and kind == "run"):
         raise ConfigError(f"{(unread or ['lora_alpha'])[0]}= is not for a {kind}")
+    if config.merge and kind != "run":
+        raise ConfigError(f"merge= is not for a {kind}")
     if config.dtype:
         check_choice("dtype", config.dtype, DTYPES)
     if "--dry-run" in flags:
-        found = load_aligned(source).checkpoint if kind == "run" else f"the {kind} {source}"
+        if kind == "run":
+            policy = load_aligned(source)
+            found = str(policy.checkpoint)
+            if config.merge:
+                other, scale = parse_merge(config.merge)
+                found += f" + {scale:g} * {add_policy(policy, other, scale)}"
+        else:
+            found = f"the {kind} {source}"
         print(f"would write {out} as {form} from {found}")
     elif kind == "run":
-        print(export(source, out, form))
+        print(export(source, out, form, config.merge))
     elif kind == "LoRA":
         print(convert_lora(source, out, form, config.lora_alpha))
     else:

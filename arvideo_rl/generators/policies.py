@@ -1,6 +1,7 @@
 """Three policies over one set of weights: ``current`` is trained, ``old`` made the data, ``start`` is where it began.
 
 With LoRA they are adapters on one frozen base (start = the base alone); with full fine-tuning they are copies.
+``reference`` is what an objective pulls to: the start, or with ``moving`` a policy of its own that is set now and then.
 Adapters are float32 whatever the base is. A policy is only ever used inside ``using(name)``, which hands out the model
 and leaves ``current`` active on exit, so a later backward (and recomputation under checkpointing) sees the right one.
 """
@@ -35,7 +36,7 @@ class PolicyConfig:
 class Policies:
     """Make the three policies over ``transformer``, which from now on belongs to this object."""
 
-    def __init__(self, transformer: CausalWan, config: PolicyConfig, seed: int = 0) -> None:
+    def __init__(self, transformer: CausalWan, config: PolicyConfig, seed: int = 0, moving: bool = False) -> None:
         if config.kind not in ("lora", "full"):
             raise ValueError(f"policy kind {config.kind!r} is unknown; choose lora or full")
         low = next((p.dtype for p in transformer.parameters() if p.dtype != torch.float32), None)
@@ -45,19 +46,22 @@ class Policies:
                 "wan.dtype=float32 or use policy.kind=lora"
             )
         self.kind = config.kind
+        self.stored = ("current", "old", *(("reference",) if moving else ()))  # start is never anything new
         self.old_is_current = True
         self._scope = "current"
         transformer.requires_grad_(config.kind == "full").eval()
         self.model = transformer
         self._active: nn.Module = transformer
         if config.kind == "full":
-            self._copies = {name: copy.deepcopy(transformer).requires_grad_(False) for name in ("old", "start")}
+            frozen = (*self.stored[1:], "start")
+            self._copies = {name: copy.deepcopy(transformer).requires_grad_(False) for name in frozen}
             return
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            for name in ("current", "old"):
+            for name in self.stored:
                 _add_adapter(transformer, config, name)
-        self.copy("current", "old", keep=0.0)
+        for name in self.stored[1:]:
+            self.copy("current", name, keep=0.0)
         transformer.set_adapter("current")
 
     def __call__(self, *args, **kwargs) -> Prediction:
@@ -66,12 +70,13 @@ class Policies:
 
     @contextmanager
     def using(self, name: str) -> Iterator[nn.Module]:
-        """Scope in which policy ``name`` answers; also hands out its model. ``old`` and ``start`` must run without
-        gradient and before ``current``. Scopes nest: on leaving one, the policy of the one around it answers again."""
-        if name not in ("current", "old", "start"):
-            raise ValueError(f"policy {name!r} is unknown; choose current, old or start")
+        """Scope in which policy ``name`` answers; also hands out its model. All but ``current`` must run without
+        gradient and before it. Scopes nest: on leaving one, the policy of the one around it answers again."""
+        if name not in ("current", "old", "start", "reference"):
+            raise ValueError(f"policy {name!r} is unknown; choose current, old, start or reference")
         if name != "current" and torch.is_grad_enabled():
             raise RuntimeError(f"policy {name!r} is frozen: use it under torch.no_grad()")
+        name = "start" if name == "reference" and name not in self.stored else name
         if self.kind == "full":
             outer, self._active = self._active, self.model if name == "current" else self._copies[name]
             try:
@@ -99,7 +104,7 @@ class Policies:
         self._scope = name
 
     def parameters(self, name: str = "current") -> dict[str, nn.Parameter]:
-        """The parameters that make up ``current`` or ``old``, by name without the policy's."""
+        """The parameters that make up ``current``, ``old`` or a moving ``reference``, by name without the policy's."""
         if self.kind == "full":
             model = self.model if name == "current" else self._copies[name]
             return dict(model.named_parameters())
@@ -112,7 +117,8 @@ class Policies:
         a, b = self.parameters(source), self.parameters(target)
         for key, p in b.items():
             p.lerp_(a[key].to(p.dtype), 1 - keep)
-        self.old_is_current = keep == 0.0
+        if target == "old":
+            self.old_is_current = keep == 0.0
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -131,7 +137,7 @@ class Policies:
 
     def state(self) -> dict[str, Tensor]:
         """All policy tensors, for a checkpoint: the live ones, which change with the policies; clone to keep them."""
-        return {f"{n}/{k}": p.detach() for n in ("current", "old") for k, p in self.parameters(n).items()}
+        return {f"{n}/{k}": p.detach() for n in self.stored for k, p in self.parameters(n).items()}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor], old_is_current: bool) -> None:
@@ -140,14 +146,15 @@ class Policies:
         self.old_is_current = old_is_current
 
 
-def adapt(transformer: CausalWan, config: PolicyConfig, current: dict[str, Tensor]) -> None:
+def adapt(transformer: CausalWan, config: PolicyConfig, current: dict[str, Tensor], name: str = "current") -> None:
     """Make ``transformer`` the trained policy and nothing more: no old one, no copies, nothing to train. ``current``
-    are the tensors that ``Policies.state`` calls current/..., without that prefix; every one must be used."""
+    are the tensors that ``Policies.state`` calls current/..., without that prefix; every one must be used. With LoRA
+    they become adapter ``name``."""
     transformer.requires_grad_(False).eval()
     if config.kind == "lora":
-        _add_adapter(transformer, config, "current")
+        _add_adapter(transformer, config, name)
         transformer.requires_grad_(False)
-    tag = ".current.weight" if config.kind == "lora" else ""
+    tag = f".{name}.weight" if config.kind == "lora" else ""
     mine = {k.removesuffix(tag): p for k, p in transformer.named_parameters() if not tag or k.endswith(tag)}
     _fill(mine, current)
 

@@ -6,7 +6,7 @@ GRPO (arXiv 2511.16955), AR-CoPO (2603.17461); from the papers, there is no offi
 neighbour.py says: the context is the clean cache that the branches had, shared by all of them, and all anchors and
 steps of a group are one forward over it.
 
-Needs: advantages, every step of the pivot chunk, the start policy when kl_weight > 0.
+Needs: advantages, every step of the pivot chunk, the reference when kl_weight > 0.
 Shape letters: G branches, N anchors, S steps, F C H W a chunk's latent, M its elements.
 """
 
@@ -24,6 +24,7 @@ from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.neighbour import anchor_branches, neighbour_loss
 from arvideo_rl.objectives.record import Record, walk_to
 from samplers.exploration import Exploration
+from samplers.kernels import mean_over
 
 
 @dataclass
@@ -36,7 +37,7 @@ class ChunkFork:
     tau: float | None = None  # of the softmax; null = the median distance between branches, per group and step
     clip: float = 0.2  # of the ratio of two probabilities over the group
     adv_clip: float = 5.0  # advantages are clipped to +- this
-    kl_weight: float = 0.0  # pull towards the start point, mean (v - v_start)^2 at the anchors' inputs
+    kl_weight: float = 0.0  # pull towards the reference, mean (v - v_ref)^2 at the anchors' inputs
     train_steps: int | None = None  # only the first, noisiest so many steps; null = all
     from_chunk: int = 0  # chunks before this one are never the pivot
     credit: str = "sequence"  # the reward from the pivot on, or that of the pivot "chunk" alone
@@ -82,7 +83,7 @@ class ChunkFork:
         _, _, context = walk_to(one, record.latents[:1], lambda: policies.using(self.context_writer), pivot)
         ref = None
         if self.kl_weight > 0:
-            with torch.no_grad(), policies.using("start") as model:
+            with torch.no_grad(), policies.using("reference") as model:
                 ref = model(x, t, context)
         with policies.using("current") as model:
             cur = model(x, t, context)
@@ -94,6 +95,8 @@ class ChunkFork:
         moved = cur.x0.detach().unflatten(0, (steps, n)) - points[:, anchors]
         metrics |= {"pivot": float(pivot), "x0_moved": moved.square().mean().item()}
         if ref is not None:
-            kl = (cur.v - ref.v).square().mean()
-            loss, metrics["kl"] = loss + self.kl_weight * kl, kl.item()
+            kl = mean_over((cur.v - ref.v).square()).unflatten(0, (steps, n))
+            pull = record.pull(kl, anchors).mean()
+            loss = loss + self.kl_weight * pull
+            metrics |= {"kl": kl.mean().item(), "pull": pull.item()}
         yield loss.float(), metrics

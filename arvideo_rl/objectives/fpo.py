@@ -1,13 +1,13 @@
 """FPO: PPO with the flow-matching loss in place of a log-likelihood.
 
     l = mean (v - (eps - x0))^2 at x_t = (1 - t) x0 + t eps,   rho = exp(mean_i [l_old,i - l_cur,i]),
-    loss = mean max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) + kl_weight * mean (v - v_start)^2
+    loss = mean max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) + kl_weight * mean (v - v_ref)^2
 
 over ``draws`` of (t, eps), the same for both policies. At cur = old its gradient is A grad l_cur, NFT's direction;
 what it adds is a trust region. Source: akanazawa/fpo, for control; there is no video code. Differences: means over
 elements (sums would make the ratio meaningless), the sampler's levels, the context of the stream.
 
-Needs: clean latents, advantages, the old policy, the start policy when kl_weight > 0.
+Needs: clean latents, advantages, the old policy, the reference when kl_weight > 0.
 Shape letters: B branches, N draws, F C H W a chunk's latent.
 """
 
@@ -38,7 +38,7 @@ class FPO:
     train_levels: int | None = None  # only the first, noisiest so many levels; null = all
     clip: float = 0.01  # of the ratio: compare with ratio_std in the log
     adv_clip: float = 5.0  # advantages are clipped to +- this
-    kl_weight: float = 0.0  # pull towards the start point, mean (v - v_start)^2
+    kl_weight: float = 0.0  # pull towards the reference, mean (v - v_ref)^2
     from_chunk: int = 0  # chunks before this one are not trained
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
@@ -85,13 +85,15 @@ class FPO:
                 return mean_over((v - (eps - clean)).square()).unflatten(0, (n, b))
 
             with torch.no_grad():  # before the current policy's forward: switching adapters after it loses gradients
-                ref = velocity("start") if self.kl_weight > 0 else None
+                ref = velocity("reference") if self.kl_weight > 0 else None
                 old = flow_loss(velocity("old"))
             v = velocity("current")
             a = adv[:, k].clamp(-self.adv_clip, self.adv_clip).double()
             loss, metrics = clipped_loss((old - flow_loss(v)).mean(0), a, self.clip)
             loss = loss.mean()
             if ref is not None:
-                kl = (v - ref).square().mean()
-                loss, metrics["kl"] = loss + self.kl_weight * kl, kl.item()
+                kl = mean_over((v - ref).square()).unflatten(0, (n, b))
+                pull = record.pull(kl).mean()
+                loss = loss + self.kl_weight * pull
+                metrics |= {"kl": kl.mean().item(), "pull": pull.item()}
             yield (loss / (chunks - self.from_chunk)).float(), metrics

@@ -15,7 +15,7 @@ One objective, by its arguments the published ones (recipes in configs/align):
 What differs here from all of them: the context is the clean rolling cache that the sampler had, at its own levels; and
 ``shared_init`` lets a group differ by re-noising alone, which is what is trained.
 
-Needs: advantages, every step's input and prediction (recorded at rollout), the start policy when kl_weight > 0.
+Needs: advantages, every step's input and prediction (recorded at rollout), the reference when kl_weight > 0.
 Shape letters: B branches, M steps per chunk, F C H W a chunk's latent.
 """
 
@@ -72,7 +72,7 @@ class GRPO:
     clip_high: float = 0.01
     threshold: float = 1e-5  # of mask: transition KL from which on a step that runs ahead is left out
     adv_clip: float = 5.0  # advantages are clipped to +- this
-    kl_weight: float = 0.0  # pull towards the start point
+    kl_weight: float = 0.0  # pull towards the reference
     kl_form: str = "v"  # v, x0, transition, flow_grpo or flowcps
     steps_per_chunk: int = 1  # transitions trained per chunk, drawn without repetition
     train_steps: int | None = None  # only the first, noisiest so many transitions; null = all but the last, a point
@@ -145,7 +145,7 @@ class GRPO:
         trained = range(max(first, self.from_chunk), first + len(bounds))
         taken = {k: self._taken(record, k, adv[:, k], levels) for k in trained}
         predicted = (self._packed if self.packed else self._cached)(policies, denoiser, record.latents, taken)
-        losses = (self._loss(taken[k], x0, ref, weights[k - first].item()) for k, x0, ref in predicted)
+        losses = (self._loss(record, taken[k], x0, ref, weights[k - first].item()) for k, x0, ref in predicted)
         if not self.packed:
             yield from losses
             return
@@ -158,7 +158,7 @@ class GRPO:
             if k in taken:
                 ref, x, t = None, taken[k].x, taken[k].t
                 if self.kl_weight > 0:  # before the current policy's forward: switching adapters later loses gradients
-                    with torch.no_grad(), policies.using("start") as model:
+                    with torch.no_grad(), policies.using("reference") as model:
                         ref = model(x, t, context).x0
                 with policies.using("current") as model:
                     yield k, model(x, t, context).x0, ref
@@ -170,7 +170,7 @@ class GRPO:
         states = {k: (step.x, step.t) for k, step in taken.items()}
         refs: dict[int, Tensor] = {}
         if self.kl_weight > 0:
-            with torch.no_grad(), policies.using("start") as model:
+            with torch.no_grad(), policies.using("reference") as model:
                 refs = packed_forward(model, denoiser, latents, states)
         with policies.using("current") as model:
             found = packed_forward(model, denoiser, latents, states, self.context_gradient)
@@ -188,13 +188,17 @@ class GRPO:
         here, after, clean = (y.flatten(0, 1) for y in (x[batch, row, j], x[batch, row, j + 1], x0[batch, row, j]))
         return Taken(here, after, clean, t, s, a)
 
-    def _loss(self, step: Taken, x0: Tensor, ref: Tensor | None, weight: float) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of one chunk, from the predictions of the current policy and of the start."""
+    def _loss(
+        self, record: Record, step: Taken, x0: Tensor, ref: Tensor | None, weight: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of one chunk, from the predictions of the current policy and of the reference."""
         v, v_old = step.velocity(x0), step.velocity(step.x0)
         loss, metrics = self._policy_loss(v, v_old, step.x, step.x_next, step.adv, step.t, step.s)
         if ref is not None:
             kl = ratio.kl(self._kernel.coefficients(step.t, step.s), v, step.velocity(ref), self.kl_form)
-            loss, metrics = loss + self.kl_weight * kl, metrics | {"kl": kl.mean().item()}
+            pull = record.pull(kl.unflatten(0, (-1, len(record)))).flatten()
+            loss = loss + self.kl_weight * pull
+            metrics |= {"kl": kl.mean().item(), "pull": pull.mean().item()}
         metrics["v_moved"] = (v.detach() - v_old).square().mean().item()
         return (loss.mean() * weight).float(), metrics
 

@@ -10,7 +10,7 @@ its derivative with respect to each, and every chunk is run again with that as i
 routing.py's: the context of a later routed chunk is refreshed from the branch's recorded clean latents (there from the
 replaying policy's own prediction); whether a group is protected is read off the fused advantages.
 
-Needs: advantages relative to an anchor, the steps of the routed chunks, old, and start when kl_weight > 0.
+Needs: advantages relative to an anchor, the steps of the routed chunks, old, and the reference when kl_weight > 0.
 Shape letters: G branches, P routed chunks, S steps, F C H W a chunk's latent.
 """
 
@@ -54,7 +54,7 @@ class KVRouting:
     clip_low: float = 0.1  # of the ratio of two probabilities over the group
     clip_high: float = 0.2
     adv_clip: float = 2.5  # fused advantages are clipped to +- this
-    kl_weight: float = 10.0  # of KL(pi || pi_start) over the branches
+    kl_weight: float = 10.0  # of KL(pi || pi_reference) over the branches
     protect: str = "scale"  # when no branch beats the anchor: none, drop the group, or scale it by 1 - pi_anchor
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
@@ -138,16 +138,19 @@ class KVRouting:
 
         with torch.no_grad():
             of = {name: sum((energy(name, p) for p in range(len(contexts))), torch.zeros(group, device=adv.device))
-                  for name in ("start", "old", "current") if name != "start" or self.kl_weight > 0}  # fmt: skip
+                  for name in ("reference", "old", "current") if name != "reference" or self.kl_weight > 0}  # fmt: skip
         tau = self.tau or temperature(of["old"])
         factor = protection(of["old"], tau, self.protect, bool((a > 0).any()))
         _, gradient, metrics = by_energy(
             of["current"],
-            lambda e: routing_loss(e, of["old"], of.get("start"), a, tau=tau, clip=(self.clip_low, self.clip_high),
+            lambda e: routing_loss(e, of["old"], of.get("reference"), a, tau=tau, clip=(self.clip_low, self.clip_high),
                                    kl_weight=self.kl_weight, factor=factor),
         )  # fmt: skip
         for chunk in range(len(contexts)):
-            yield (gradient * energy("current", chunk)).sum().float(), metrics | {"protected": float(factor < 1)}
+            yield (
+                (gradient * energy("current", chunk)).sum().float(),
+                metrics | {"pull": metrics["kl"], "protected": float(factor < 1)},
+            )
 
     def _contexts(self, policies, denoiser: Denoiser, record: Record, first: int) -> list[Context]:
         """The ordinary contexts of the routed chunks; the common past is walked as one stream."""

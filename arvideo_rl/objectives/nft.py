@@ -6,13 +6,13 @@ What differs here from both: the context is the rolling, clean, detached cache o
 are the sampler's own (warped) ones; neither public trainer does that.
 
     r = clip(1/2 + A / (2 adv_clip), 0, 1);  x0_+- = x0_old +- beta (x0_cur - x0_old)
-    loss = scale * (r |x0_+ - x0|^2 / w_+ + (1 - r) |x0_- - x0|^2 / w_-) + kl_weight * KL(cur, start)
+    loss = scale * (r |x0_+ - x0|^2 / w_+ + (1 - r) |x0_- - x0|^2 / w_-) + kl_weight * KL(cur, reference)
 
 ``mean_flow`` is MeanFlowNFT's r = 0 slice (Harahan/MeanFlowNFT, arXiv 2607.15273): a few-step student predicts where a
 whole path ends, and t d/dt of its velocity makes the velocity at t of it. One difference quotient, of the old policy,
 serves all policies, so only what is regressed to moves.
 
-Needs: clean latents, advantages, the old policy, the start policy when kl_weight > 0. No trajectory, no likelihood;
+Needs: clean latents, advantages, the old policy, the reference when kl_weight > 0. No trajectory, no likelihood;
 ``coupling: visited`` alone takes the recorded steps.
 Shape letters: B branches, M levels per chunk, F C H W a chunk's latent.
 """
@@ -50,7 +50,7 @@ class NFT:
     weighting: str = "diffusion_nft"  # or astrolabe
     beta: float = 1.0  # how far the two implicit policies lie from the old one
     adv_clip: float = 5.0  # advantages are clipped to +- this; maps them to r
-    kl_weight: float = 1e-3  # pull towards the start point
+    kl_weight: float = 1e-3  # pull towards the reference
     kl_space: str = "v"  # v: mean (v - v_start)^2; x0: mean (x0 - x0_start)^2 = t^2 times that
     levels_per_chunk: int = 2  # drawn without repetition for every chunk from the sampler's levels
     train_levels: int | None = None  # train only the first, noisiest so many of the sampler's levels; None = all
@@ -116,7 +116,7 @@ class NFT:
             with torch.no_grad():  # before the current policy's forward: switching adapters after it loses gradients
                 ref = None
                 if self.kl_weight > 0:
-                    with policies.using("start") as model:
+                    with policies.using("reference") as model:
                         ref = model(x, rows, context)
                 old, shift = None, x.new_zeros(())
                 with policies.using("old") as model:
@@ -131,8 +131,9 @@ class NFT:
             policy = policy_loss(cur.x0 + shift, old + shift, clean, a, self.beta, self.adv_clip, self.weighting)
             kl = kl_loss(cur, ref, self.kl_space) if ref is not None else torch.zeros_like(policy)
             trained = k >= self.from_chunk
-            loss = (self.kl_weight * kl + (policy if trained else 0 * policy)).mean() / chunks
-            metrics = {"kl": kl.mean().item()}
+            pull = record.pull(kl.unflatten(0, (m, -1))).flatten()
+            loss = (self.kl_weight * pull + (policy if trained else 0 * policy)).mean() / chunks
+            metrics = {"kl": kl.mean().item(), "pull": pull.mean().item()}
             yield loss, metrics | (self._metrics(policy, cur.x0, old, a, t, levels) if trained else {})
 
     def _states(self, record: Record, x0: Tensor, k: int, m: int, levels) -> tuple[Tensor, Tensor]:
@@ -204,6 +205,6 @@ def policy_loss(
 
 
 def kl_loss(cur, ref, space: str) -> Tensor:
-    """Pull towards the start point [B]: mean squared difference of v or of x0."""
+    """Pull towards the reference [B]: mean squared difference of v or of x0."""
     a, b = (cur.v, ref.v) if space == "v" else (cur.x0, ref.x0)
     return (a.float() - b.detach().float()).square().mean(tuple(range(1, a.ndim)))

@@ -4,13 +4,13 @@ A pair shares its past and, at the pivot chunk, takes antithetic noise in every 
 
     dR = +-(R_1 - R_2)/2,  dx = +-(x0_1 - x0_2)/2,  u = dx / (mean dx^2 + 1e-6)
     s = -mean (v - sg(v_old - u))^2,  s_0 = -mean u^2,  rho = exp(s - s_0)
-    loss = -dR rho + |dR| / (2 e) (rho - 1)^2 + kl_weight * mean (v - v_start)^2
+    loss = -dR rho + |dR| / (2 e) (rho - 1)^2 + kl_weight * mean (v - v_ref)^2
 
 at every recorded step of both branches. At cur = old, rho = 1 and descent moves x0 by t dR u: uphill. dR u is the
 minimum-norm gradient of R. Source: NVlabs/finite-difference-flow-optimization (arXiv 2603.12893), for images, whose
 pairs differ by churn at every step (samplers/forks.py has it); here one chunk of a stream forks.
 
-Needs: ``advantage: centre`` and groups of two, the steps of the pivot chunk, the start policy when kl_weight > 0.
+Needs: ``advantage: centre`` and groups of two, the steps of the pivot chunk, the reference when kl_weight > 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pairs:
     apart: float = 0.1  # share of the noise in which the two differ, .05 to .3
     width: float = 0.03  # e: how far the ratio may go
     limit: float = 5.0  # |s - s_0| is held within this: u grows as the pair comes closer
-    kl_weight: float = 0.0  # pull towards the start point, mean (v - v_start)^2
+    kl_weight: float = 0.0  # pull towards the reference, mean (v - v_ref)^2
     from_chunk: int = 0  # chunks before this one are never the pivot
     credit: str = "sequence"  # the reward from the pivot on, or that of the pivot "chunk" alone
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
@@ -75,7 +75,7 @@ class Pairs:
         ends = record.steps.x0[:, 0, -1]
         ref = None
         if self.kl_weight > 0:
-            with torch.no_grad(), policies.using("start") as model:
+            with torch.no_grad(), policies.using("reference") as model:
                 ref = (x - model(x, t, context).x0) / wide
         with policies.using("current") as model:
             v = (x - model(x, t, context).x0) / wide
@@ -85,8 +85,10 @@ class Pairs:
         loss = loss.mean()
         metrics |= {"pivot": float(pivot), "apart": half.square().mean().sqrt().item()}
         if ref is not None:
-            kl = (v - ref).square().mean()
-            loss, metrics["kl"] = loss + self.kl_weight * kl, kl.item()
+            kl = mean_over((v - ref).square()).unflatten(0, (2, s))
+            pull = record.pull(kl.T).mean()
+            loss = loss + self.kl_weight * pull
+            metrics |= {"kl": kl.mean().item(), "pull": pull.item()}
         yield loss.float(), metrics
 
 

@@ -48,6 +48,12 @@ class Record:
     steps: Steps | None = None  # where the objective asked for them
     towards: Tensor | None = None  # [B, F, C, H, W] what teacher and critic take off the clean latents (matching.py)
     map: Tensor | None = None  # [B, F, H, W] how much each place counts
+    gates: Tensor | None = None  # [B] weight of each branch's pull to the reference; None = 1
+
+    def pull(self, kl: Tensor, branches: slice | list[int] = slice(None)) -> Tensor:
+        """Divergences ``kl`` [..., B] from the reference, each times its branch's weight; of some ``branches`` alone
+        where those are given."""
+        return kl if self.gates is None else kl * self.gates[branches]
 
     def rows(self, rows: slice) -> Record:
         """Part of the batch."""
@@ -56,6 +62,7 @@ class Record:
             groups=self.groups[rows], steps=self.steps and self.steps.rows(rows),
             towards=None if self.towards is None else self.towards[rows],
             map=None if self.map is None else self.map[rows],
+            gates=None if self.gates is None else self.gates[rows],
         )  # fmt: skip
 
     @classmethod

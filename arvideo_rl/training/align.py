@@ -40,7 +40,9 @@ from arvideo_rl.training.critic import Critic, leaving
 from arvideo_rl.training.guided import guiding
 from arvideo_rl.training.memory import check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
+from arvideo_rl.training.pull import Pull, check_pull
 from arvideo_rl.training.reduce import mean_over_processes, sum_gradients
+from arvideo_rl.training.replay import Replay, Scored, check_replay, made_by, record_replay
 from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
 from arvideo_rl.training.routed import roll_out_routed
 from arvideo_rl.training.saliency import saliency
@@ -52,6 +54,7 @@ from arvideo_rl.training.settings import (
     check_groups,
     held_out_of,
     lag_keep,
+    weights_of,
 )
 from arvideo_rl.world.verify import VERIFIERS
 from rewards.contract import Clips
@@ -82,6 +85,8 @@ class Run:
         self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
         check_groups(config, self.objective, accelerator.num_processes)
         self.guide = guiding(self.objective.exploration.guide, self.rewards, self.generator)
+        check_pull(config.pull, weights_of(config), self.objective)
+        check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, self.objective)
         if isinstance(self.objective, KVRouting):
             memory = self.objective.memory(streaming.attention_window(), config.frames)
             fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
@@ -93,12 +98,18 @@ class Run:
         self.held_out = held_out_of(config)
         self._check_prompts()
         self.base = base_of(self.generator.transformer, config.policy)
-        self.policies = Policies(self.generator.transformer, config.policy, config.seed)
+        self.pull = Pull(config.pull)
+        moving = config.pull.reference == "dynamic"
+        self.policies = Policies(self.generator.transformer, config.policy, config.seed, moving)
         self.optimizer = torch.optim.AdamW(
             self.policies.parameters().values(), lr=config.lr, weight_decay=config.weight_decay
         )
         self.memory = estimate(config, self.generator, sum(p.numel() for p in self.policies.parameters().values()))
         check_memory(self.memory, limit(accelerator.device))
+        made = made_by(self.generator, self.base["weights"], config, self.objective)
+        there = Path(config.replay.path) if config.replay.path else None
+        self._replay = Replay(there, made) if there and there.exists() else None
+        self._replayed: str | None = None  # checksum of the index of what has been trained on
         self.iteration = 0
         self.told = False  # of a ratio that was not 1
         self.seconds = 0.0  # spent in steps, over all resumes
@@ -120,40 +131,87 @@ class Run:
 
     def step(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
-        config, accelerator, begun = self.config, self.accelerator, time.time()
-        rows = prompt_rows(len(self.prompts), config.prompts_per_step, self.iteration, config.seed)
-        record, prompts = self._rollouts(rows)
-        rolled = time.time()
-        clips = clips_of(self.generator, record, prompts)
-        values, content = reward_table(self.rewards, clips)
+        config, begun = self.config, time.time()
+        clips = prompts = None
+        if replay := self.replay():
+            record, values, content = self._from(replay)
+            rolled = time.time()
+        else:
+            rows = prompt_rows(len(self.prompts), config.prompts_per_step, self.iteration, config.seed)
+            record, prompts = self._rollouts(rows)
+            rolled = time.time()
+            clips = clips_of(self.generator, record, prompts)
+            values, content = reward_table(self.rewards, clips)
         if self.objective.credit == "sequence":
             values = {name: from_first(value, record) for name, value in values.items()}
-        adv, metrics = self._advantages(values, content, record)
+        record, adv, metrics = self._advantages(values, content, record)
         scored = time.time()
         updates = config.updates
-        if self.critic is not None:
+        if self.critic is not None and clips and prompts:
             record, judged = self._judge(self.critic, record, prompts, clips)
             metrics |= judged
             updates = int(self.iteration >= self.critic.objective.warmup)
         for i in range(updates):
             metrics |= self._update(record, adv)
-            if i == 0 and "train/ratio_off" in metrics:
+            if i == 0 and "train/ratio_off" in metrics and not (replay and self.iteration):  # else it has moved on
                 metrics["train/first_ratio_off"] = metrics["train/ratio_off"]
                 self._check_ratio(metrics["train/first_ratio_off"])
+        metrics |= self.pull.follow(self.policies, metrics)
         self.iteration += 1
         self.policies.copy("current", "old", lag_keep(config.lag, self.iteration))
-        actions = prompts.actions[:, : clips.frames.shape[1]]
-        looks = {f"verifier/{k}": verify(clips.frames, list(prompts.texts), actions) for k, verify in VERIFIERS.items()}
-        looks |= {f"picture/{k}": value for k, value in appearance(clips.frames).items()}
-        for name, value in looks.items():  # NaN where the prompt is not the world's
-            both = torch.stack([value.nansum(), (~value.isnan()).sum().float()]).to(accelerator.device)
-            total, count = accelerator.reduce(both, "sum").tolist()
-            if count:
-                metrics[name] = total / count
+        if clips and prompts:  # a replay looks the same for ever
+            metrics |= self._looks(clips, prompts)
         self.seconds += time.time() - begun
         metrics |= {"seconds/rollout": rolled - begun, "seconds/reward": scored - rolled,
                     "seconds/update": time.time() - scored}  # fmt: skip
         return metrics
+
+    def _looks(self, clips: Clips, prompts: Prompts) -> dict[str, float]:
+        """What verifiers say of the branches of all processes, and how they look."""
+        actions, out = prompts.actions[:, : clips.frames.shape[1]], {}
+        looks = {f"verifier/{k}": verify(clips.frames, list(prompts.texts), actions) for k, verify in VERIFIERS.items()}
+        looks |= {f"picture/{k}": value for k, value in appearance(clips.frames).items()}
+        for name, value in looks.items():  # NaN where the prompt is not the world's
+            both = torch.stack([value.nansum(), (~value.isnan()).sum().float()]).to(self.accelerator.device)
+            total, count = self.accelerator.reduce(both, "sum").tolist()
+            if count:
+                out[name] = total / count
+        return out
+
+    def replay(self) -> Replay | None:
+        """The replay that is trained on, recorded now if nobody has; None without one."""
+        config = self.config
+        if not config.replay.path:
+            return None
+        if self._replay is None:
+            folder = Path(config.replay.path)
+            made = made_by(self.generator, self.base["weights"], config, self.objective)
+            record_replay(folder, made, self._group, self.accelerator)
+            self._replay = Replay(folder, made)
+        if self._replayed not in (None, self._replay.digest):
+            raise ConfigError(f"replay {config.replay.path} is not the one that this run was trained on; bring it back")
+        self._replayed = self._replay.digest
+        return self._replay
+
+    def _group(self, n: int) -> Scored:
+        """Group ``n`` of a replay: those of the first iterations, had the policy not changed."""
+        config = self.config
+        iteration, place = divmod(n, config.prompts_per_step)
+        row = prompt_rows(len(self.prompts), config.prompts_per_step, iteration, config.seed)[place]
+        record, prompts = self._draw([(row, g) for g in range(config.group)], iteration)
+        return Scored(record, prompts, *reward_table(self.rewards, clips_of(self.generator, record, prompts)))
+
+    def _from(self, replay: Replay) -> tuple[Record, dict, dict]:
+        """This process's share of the replay's groups of this iteration, and their rewards."""
+        config, processes = self.config, self.accelerator.num_processes
+        numbers = prompt_rows(config.replay.groups, config.prompts_per_step, self.iteration, config.seed)
+        share = len(numbers) * config.group // processes
+        begin = self.accelerator.process_index * share
+        first, last = begin // config.group, -(-(begin + share) // config.group)
+        found = replay.read(numbers[first:last], list(self.rewards), self.generator)
+        mine = slice(begin - first * config.group, begin - first * config.group + share)
+        values, content = ({k: v[mine] for k, v in table.items()} for table in (found.values, found.content))
+        return found.record.rows(mine), values, content
 
     def _check_ratio(self, off: float) -> None:
         """Say so, once, when the policy that made the rollouts and the one that trains on them are not the same."""
@@ -167,20 +225,23 @@ class Run:
     def _rollouts(self, rows: list[int]) -> tuple[Record, Prompts]:
         """This process's share of prompts x group branches, drawn from the old policy."""
         config, accelerator = self.config, self.accelerator
-        generator = self.generator
-        if self.critic is not None:  # a self-rollout: all chunks leave at the step drawn for this iteration
-            step = self.critic.objective.exit_step(config.seed, self.iteration, generator.streaming.levels)
-            generator = leaving(generator, step)
         branches = [(row, g) for row in rows for g in range(config.group)]
         share = len(branches) // accelerator.num_processes
-        mine = branches[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-        objective, chunks = self.objective, config.frames // self.generator.streaming.chunk
+        return self._draw(branches[accelerator.process_index * share :][:share], self.iteration)
+
+    def _draw(self, mine: list[tuple[int, int]], iteration: int) -> tuple[Record, Prompts]:
+        """Branches (row of the prompts, number in the group), drawn from the old policy."""
+        config, objective, generator = self.config, self.objective, self.generator
+        chunks = config.frames // generator.streaming.chunk
+        if self.critic is not None:  # a self-rollout: all chunks leave at the step drawn for this iteration
+            step = self.critic.objective.exit_step(config.seed, iteration, generator.streaming.levels)
+            generator = leaving(generator, step)
         size = config.group if objective.exploration.forks else config.rollout_batch  # a fork is of one group
         records = []
-        for i in range(0, share, size):
+        for i in range(0, len(mine), size):
             block = mine[i : i + size]
             some = self.prompts.take([row for row, _ in block])
-            keys = [Key(config.seed, self.iteration, self.prompts.ids[row], g) for row, g in block]
+            keys = [Key(config.seed, iteration, self.prompts.ids[row], g) for row, g in block]
             groups = torch.tensor([row for row, _ in block])
             asked = (some, keys, config.frames, groups)
             with torch.no_grad(), self.policies.using("old") as model:
@@ -200,15 +261,17 @@ class Run:
         record = replace(record, towards=critic.towards(record, prompts, batch))
         if objective.saliency:
             _, frames, _, height, width = record.latents.shape
+            trained = {name: part for name, part in self.rewards.items() if part[1]}
             seen = [saliency(reward, clips, objective.saliency_patch, (frames, height, width))
-                    for reward, _ in self.rewards.values()]  # fmt: skip
-            rewards = torch.stack([v.nanmean(1) for v in reward_table(self.rewards, clips)[0].values()]).nan_to_num(0.0)
+                    for reward, _ in trained.values()]  # fmt: skip
+            rewards = torch.stack([v.nanmean(1) for v in reward_table(trained, clips)[0].values()]).nan_to_num(0.0)
             joined = joined_saliency(torch.stack(seen), rewards)
             record = replace(record, map=saliency_weights(joined, objective.saliency).to(record.latents.device))
         return record, metrics
 
-    def _advantages(self, values: dict, content: dict, record: Record) -> tuple[Tensor, dict[str, float]]:
-        """Weighted mean of the advantages of each reward [B, K] for this process's branches, and statistics."""
+    def _advantages(self, values: dict, content: dict, record: Record) -> tuple[Record, Tensor, dict[str, float]]:
+        """This process's branches with their gates, the weighted mean of the advantages of each trained reward [B, K],
+        and statistics."""
         accelerator = self.accelerator
         groups = record.groups
         every_group = accelerator.gather(groups.to(accelerator.device)).cpu()
@@ -217,7 +280,8 @@ class Run:
             first = accelerator.gather(record.steps.first.to(accelerator.device)).cpu()
             last = torch.tensor([k.branch == self.config.group - 1 for k in record.keys])
             anchors = accelerator.gather(last.to(accelerator.device)).cpu()
-        total, weights, metrics = None, 0.0, {}
+        total, metrics, judged = None, {}, {}
+        weights = {name: weight for name, (_, weight) in self.rewards.items()}
         for name, (_, weight) in self.rewards.items():
             value = accelerator.gather(values[name].to(accelerator.device)).cpu()
             if value.isnan().all():
@@ -228,25 +292,29 @@ class Run:
             fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             metrics[f"reward/{name}"] = value.nanmean().item()
             metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
-            value = worst_of_group(value, fault, every_group)
+            judged[name] = value = worst_of_group(value, fault, every_group)
+            if weight == 0:
+                continue
             if isinstance(self.objective, KVRouting):
                 adv, stats = self.objective.advantages(value, every_group, first, anchors)
             else:
                 adv, stats = advantages(value, every_group, self.config.advantage)
             metrics |= {f"reward/{name}/{k}": v for k, v in stats.items()}
             total = weight * adv if total is None else total + weight * adv
-            weights += abs(weight)
         assert total is not None
-        total = total / weights
+        total = total / sum(abs(w) for w in weights.values())
         if self.critic is not None:
             objective = self.critic.objective
-            self.critic.history.append([metrics[f"reward/{name}"] for name in self.rewards])
+            self.critic.history.append([metrics[f"reward/{name}"] for name, weight in weights.items() if weight])
             if objective.balance:
                 off = imbalance(torch.tensor(self.critic.history))
                 metrics["reward/imbalance"], total = off, total - objective.balance * off
             total = objective.weigh(total)
+        gates, seen = self.pull.gates(judged, weights, every_group)
         at = accelerator.process_index * len(groups)
-        return total[at : at + len(groups)], metrics
+        mine = slice(at, at + len(groups))
+        record = record if gates is None else replace(record, gates=gates[mine].to(record.latents.device))
+        return record, total[mine], metrics | seen
 
     def _update(self, record: Record, adv: Tensor) -> dict[str, float]:
         """One optimizer step on all branches, in micro-batches; equal to one large batch on one process."""
@@ -267,6 +335,8 @@ class Run:
             if i == 0 and not self.policies.old_is_current:
                 old, current = (lambda n=n: self.policies.using(n) for n in ("old", "current"))
                 gap = context_gap(denoiser, part.latents, old, current)
+            # levels, noise and anchors of an update are new also where a branch is replayed
+            part = replace(part, keys=[replace(k, seed=config.seed, iteration=self.iteration) for k in part.keys])
             for loss, metrics in self.objective.losses(
                 self.policies, denoiser, part, adv[i : i + len(part)], streaming.levels
             ):
@@ -293,7 +363,8 @@ class Run:
     def save(self, folder: Path, score: float | None = None) -> Path:
         """Write a checkpoint and drop old ones. ``score`` (higher is better) says how good the policy is on prompts the
         run was not trained on (watch.py); the best one is kept whatever its age."""
-        state: dict[str, Any] = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds}
+        state: dict[str, Any] = {"old_is_current": self.policies.old_is_current, "seconds": self.seconds,
+                                 "pull": self.pull.state(), "replay": self._replayed}  # fmt: skip
         tensors, optimizer = self.policies.state(), self.optimizer.state_dict()
         if self.critic is not None:
             tensors |= self.critic.tensors()
@@ -321,6 +392,8 @@ class Run:
             optimizer = optimizer["policy"]
             tensors = {k: v for k, v in tensors.items() if not k.startswith("critic/")}
         self.policies.load_state(tensors, found.state["old_is_current"])
+        self.pull.load_state(found.state["pull"])
+        self._replayed = found.state["replay"]
         self.optimizer.load_state_dict(optimizer)
         self.iteration, self.seconds = found.state["step"], found.state["seconds"]
         return found.path

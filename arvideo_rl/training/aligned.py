@@ -55,17 +55,45 @@ def load_any(source: str) -> tuple[Generator, CausalWan, str]:
 def load_aligned(source: str) -> Aligned:
     """The policy of an alignment run's checkpoint. ValueError when there is none, when it is damaged and was asked for
     by name, or when it was made on another base; a damaged newest one is told on stderr and the one before is taken."""
-    folder, which = split(source)
-    run = run_of(folder)
-    if run is None or kind_of(run) != "align":
-        raise ConfigError(f"{source!r} is not an alignment run or a checkpoint of one")
-    config = load(AlignConfig, str(run / "config.yaml"), [])
+    config = config_of(source)
     generator = Generator.load(config.generator).to(DEVICE)
     base = base_of(generator.transformer, config.policy)
+    path, tensors = _current(source, base, f"generator {config.generator}")
+    adapt(generator.transformer, config.policy, tensors)
+    return Aligned(generator, config, path, base, len(tensors))
+
+
+def add_policy(policy: Aligned, source: str, scale: float) -> Path:
+    """Add ``scale`` times what the run ``source`` changed to ``policy``, in place; returns its checkpoint. Both must
+    have trained LoRA adapters, of any rank, on the same base."""
+    config = config_of(source)
+    if "full" in (config.policy.kind, policy.config.policy.kind):
+        raise ConfigError(f"{source} cannot be added to {policy.checkpoint}: both must have policy.kind=lora")
+    shape = {"rank": config.policy.rank, "alpha": config.policy.alpha, "targets": list(config.policy.targets)}
+    path, tensors = _current(source, policy.base | shape, f"the base of {policy.checkpoint}")
+    model = policy.generator.transformer
+    adapt(model, config.policy, tensors, "added")
+    model.set_adapters(["current", "added"], [1.0, scale])
+    return path
+
+
+def config_of(source: str) -> AlignConfig:
+    """What the alignment run of ``source`` was told; ConfigError when it is none."""
+    run = run_of(split(source)[0])
+    if run is None or kind_of(run) != "align":
+        raise ConfigError(f"{source!r} is not an alignment run or a checkpoint of one")
+    return load(AlignConfig, str(run / "config.yaml"), [])
+
+
+def _current(source: str, base: dict, where: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The checkpoint that ``source`` names and the tensors of its trained policy, which must be of ``base``."""
+    folder, which = split(source)
+    run = run_of(folder)
+    assert run is not None
 
     def read(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         state = read_state(path)
-        check_base(path, state, base, f"generator {config.generator}")
+        check_base(path, state, base, where)
         return path, read_tensors(path, state, "current/")
 
     if folder != run:
@@ -76,9 +104,7 @@ def load_aligned(source: str) -> Aligned:
         found = newest(run, read, lambda line: print(f"arvideo: {line}", file=sys.stderr))
     if found is None:
         raise ConfigError(f"{run} has no complete checkpoint yet")
-    path, tensors = found
-    adapt(generator.transformer, config.policy, {k.removeprefix("current/"): v for k, v in tensors.items()})
-    return Aligned(generator, config, path, base, len(tensors))
+    return found[0], {k.removeprefix("current/"): v for k, v in found[1].items()}
 
 
 def split(source: str) -> tuple[Path, str]:

@@ -5,6 +5,7 @@ What was written is loaded into a fresh base through the library that would load
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.context import Context
 from arvideo_rl.generators.pretrained import load_transformer, save_official
 from arvideo_rl.generators.transformer import CausalWan
-from arvideo_rl.training.aligned import DEVICE, Aligned, load_aligned
+from arvideo_rl.training.aligned import DEVICE, Aligned, add_policy, load_aligned
 from arvideo_rl.training.checkpoints import aside
 from arvideo_rl.training.rundir import write_json
 
@@ -29,16 +30,22 @@ PEFT_FILE = "adapter_model.safetensors"
 OFFICIAL_FILE = "generator.safetensors"
 
 
-def export(source: str, out: Path, form: str) -> str:
+def export(source: str, out: Path, form: str, merge: str = "") -> str:
     """Write the policy of ``source`` (see aligned.py) to folder ``out`` as ``diffusers`` or ``peft`` adapter, as
-    ``merged`` generator, or merged under Wan's own names (``official``). Returns one line that says what was written
-    and checked; ValueError, with nothing written, when the copy does not give the policy's output."""
+    ``merged`` generator, or merged under Wan's own names (``official``). ``merge``, RUN:SCALE, adds SCALE times what
+    another run on the same base changed; only for the two last. Returns one line that says what was written and
+    checked; ValueError, with nothing written, when the copy does not give the policy's output."""
     if form not in FORMS:
         raise ConfigError(f"format={form}: choose one of {', '.join(FORMS)}")
-    policy = load_aligned(source)
+    policy, added = load_aligned(source), None
     whole = form in ("merged", "official")
     if not whole and policy.config.policy.kind != "lora":
         raise ConfigError(f"format={form}: {source} trained all weights, so there is no adapter; use format=merged")
+    if merge:
+        if not whole:
+            raise ConfigError(f"format={form}: two runs are merged into the weights; use format=merged or official")
+        other, scale = parse_merge(merge)
+        added = {"from": str(add_policy(policy, other, scale)), "scale": scale}
     expected = outputs(policy.generator, policy.generator.transformer)
     write, read = FORMS[form]
     with aside(out) as draft:
@@ -53,8 +60,21 @@ def export(source: str, out: Path, form: str) -> str:
             raise ValueError(f"{out} was not written: loaded again its output differs by {gap:.1e} of the largest")
         about = {"format": form, "from": str(policy.checkpoint), "generator": policy.config.generator,
                  "base": policy.base, "tensors": count}  # fmt: skip
-        write_json(draft / "export.json", about)
-    return f"wrote {out}: {count} tensors, output equal to {policy.checkpoint} within {gap:.0e} in a fresh base"
+        write_json(draft / "export.json", about | ({"merged": added} if added else {}))
+    said = f"{policy.checkpoint} + {added['scale']:g} * {added['from']}" if added else str(policy.checkpoint)
+    return f"wrote {out}: {count} tensors, output equal to {said} within {gap:.0e} in a fresh base"
+
+
+def parse_merge(text: str) -> tuple[str, float]:
+    """Run and scale of RUN:SCALE."""
+    run, _, scale = text.rpartition(":")
+    try:
+        value = float(scale)
+    except ValueError:
+        value = math.nan
+    if not run or not math.isfinite(value):
+        raise ConfigError(f"merge={text}: give another run and a scale, e.g. merge=runs/other:0.8")
+    return run, value
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from arvideo_rl.training.export import export
 from arvideo_rl.training.interrupt import Alarmed, Stop
 from arvideo_rl.training.outcome import finish
 from arvideo_rl.training.probe import measure_shared
-from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan
+from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan, weights_of
 from arvideo_rl.training.watch import Watch, check_alarm
 
 
@@ -61,6 +61,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     accelerator.wait_for_everyone()
     metrics = rundir.Metrics(folder, run.iteration) if main else None
     accelerator.wait_for_everyone()  # the watch reads what was kept of the rows
+    run.replay()  # is recorded here, where an interrupt loses nothing
     watch = Watch(run, folder)
     bar = Progress(
         TextColumn("aligning"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"),
@@ -102,7 +103,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     after = _held_out(run, None, "measuring after")
     if main:
         prompts = run.held_out
-        weights = {name: part.weight for name, part in config.rewards.items()}
+        weights = {name: weight for name, weight in weights_of(config).items() if weight}
         result = compare(before, after, weights, config.held_out)
         facts = {"name": config.name, "seed": config.seed, "iterations": run.iteration,
                  "seconds": round(run.seconds, 1), "alarms": watch.alarms()}  # fmt: skip
@@ -126,6 +127,11 @@ def dry_run(config: AlignConfig) -> dict[str, str]:
     sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()), run.memory)
     sizes["attention"] = run.kernel.removeprefix("attention ")
     sizes |= {f"note {i}": text for i, text in enumerate(notes(config, run.generator), 1)}
+    if config.replay.path:
+        there = Path(config.replay.path).exists()
+        sizes["replay"] = f"{config.replay.groups} groups in {config.replay.path}" + (
+            "" if there else ", to be recorded"
+        )
     if text := _finished(folder, config):
         sizes["state"] = text
     elif begun and run.restore(folder):

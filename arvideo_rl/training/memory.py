@@ -40,12 +40,13 @@ def estimate(config: AlignConfig, generator: Generator, trainable: int) -> dict[
         chunks = config.frames // s.chunk
         rows = rows * chunks + at_once * (chunks - 1) * s.chunk * tokens
     steps = 2 * len(s.levels) if objective.exploration.steps else 0
-    branches = config.prompts_per_step * config.group
+    branches, moving = config.prompts_per_step * config.group, config.pull.reference == "dynamic"
     latents = config.frames * channels * height * width
     pixels = generator.codec.pixel_frames(config.frames) * 3 * s.size * (s.width or s.size)
     return {
-        "weights": 4 * weights * (1 if config.policy.kind == "lora" else 3),  # current, old and start
-        "adapters and optimizer": 16 * trainable,  # old or gradient, and two moments, besides the weight itself
+        "weights": 4 * weights * (1 if config.policy.kind == "lora" else 3 + moving),  # current, old and start
+        # old or gradient, and two moments, besides the weight itself
+        "adapters and optimizer": 4 * trainable * (4 + (moving and config.policy.kind == "lora")),
         "context": 2 * 4 * model.config.num_layers * held * tokens * dim * streams,
         "one chunk's graph": 4 * rows * model.config.num_layers * (14 * dim + 2 * model.config.ffn_dim),
         "rollout": 4 * branches * (latents * (1 + steps) + pixels),

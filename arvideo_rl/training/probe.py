@@ -73,6 +73,6 @@ def measure_shared(run: Run, prompts: Prompts, size: HeldOut, which: str, title:
 
 def trained(run: Run, values: dict[str, Tensor]) -> Tensor:
     """The trained mixture of rewards [prompts], weighted as in training."""
-    weights = {name: weight for name, (_, weight) in run.rewards.items()}
+    weights = {name: weight for name, (_, weight) in run.rewards.items() if weight}
     total = sum(abs(w) for w in weights.values())
     return torch.stack([w / total * values[f"reward/{name}"] for name, w in weights.items()]).sum(0)

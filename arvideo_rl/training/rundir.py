@@ -110,7 +110,7 @@ def _difference(folder: Path, resolved: dict[str, Any], free: tuple[str, ...]) -
     if not isinstance(theirs, dict):
         return ""
     plain = json.loads(json.dumps(resolved, default=str))
-    there, here = (_flat({k: v for k, v in x.items() if k not in free}) for x in (theirs, plain))
+    there, here = (flat({k: v for k, v in x.items() if k not in free}) for x in (theirs, plain))
     odd = [k for k in here if k in there and here[k] != there[k]]
     shown = ", ".join(f"{k}: {there[k]} there, {here[k]} here" for k in odd[:3])
     if not odd and "prompt_file" in here:
@@ -118,10 +118,11 @@ def _difference(folder: Path, resolved: dict[str, Any], free: tuple[str, ...]) -
     return f" ({shown}{', ...' if len(odd) > 3 else ''})" if odd else ""
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names of all that is no object."""
     out: dict[str, Any] = {}
     for k, v in data.items():
-        out |= _flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v}
+        out |= flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v}
     return out
 
 

@@ -35,6 +35,8 @@ from arvideo_rl.training.prompts import (
     own_prompts,
     read_prompts,
 )
+from arvideo_rl.training.pull import PullConfig
+from arvideo_rl.training.replay import ReplayConfig
 from rewards import registry
 from rewards.contract import Reward
 
@@ -51,7 +53,7 @@ class Part:
     """A pluggable part of a mixture."""
 
     target: str = ""  # a name, or module:attribute with the module on the Python path or in the working directory
-    weight: float = 1.0  # in the mixture
+    weight: float = 1.0  # in the mixture; 0: measured and logged, never trained on
     args: dict[str, Any] = field(default_factory=dict)  # its arguments
 
 
@@ -97,6 +99,8 @@ class AlignConfig:
     rewards: dict[str, Part] = field(default_factory=dict)  # any number, by names of the user's choice
     advantage: str = "group_z"  # a form of objectives/advantages.py
     objective: Method = field(default_factory=lambda: Method("nft"))
+    pull: PullConfig = field(default_factory=PullConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -150,10 +154,12 @@ def check(config: AlignConfig, chunk: int, processes: int) -> None:
     for name, part in config.rewards.items():
         if not part.target:
             raise ConfigError(f"rewards.{name} has no target; rewards here: {', '.join(config.rewards)}")
-        if not 0 < abs(part.weight) < float("inf"):
-            raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number other than 0")
+        if not abs(part.weight) < float("inf"):
+            raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number")
         if part.args.get("weights") == "idm_heldout":
             raise ConfigError(f"rewards.{name}.args.weights=idm_heldout: that model is the judge of every run")
+    if not any(weights_of(config).values()):
+        raise ConfigError(f"no reward is trained: give one of {', '.join(config.rewards)} a weight other than 0")
     if config.frames % chunk:
         low = config.frames // chunk * chunk
         raise ConfigError(f"frames={config.frames} is not whole chunks of {chunk}; use {low or chunk} or {low + chunk}")
@@ -226,6 +232,11 @@ def fixed(config: AlignConfig) -> dict[str, Any]:
         read_prompts(path, config.frames)  # refuses what is no prompt file in one line
         out["prompt_file"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return out
+
+
+def weights_of(config: AlignConfig) -> dict[str, float]:
+    """Weights of all rewards by name."""
+    return {name: part.weight for name, part in config.rewards.items()}
 
 
 def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:

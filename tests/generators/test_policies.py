@@ -86,7 +86,7 @@ def test_a_frozen_policy_with_gradients_on_is_refused(kind, name, make):
 
 
 def test_an_unknown_policy_is_refused_by_name(make):
-    with pytest.raises(ValueError, match="'best'.*current, old or start"), make().using("best"):
+    with pytest.raises(ValueError, match="'best'.*current, old, start or reference"), make().using("best"):
         pass
 
 
@@ -107,6 +107,42 @@ def test_after_the_frozen_policies_answered_current_still_gets_its_gradients(kin
         if not name.startswith(unused):
             assert torch.equal(p.grad, expected), name
     assert not any(p.requires_grad or p.grad is not None for p in policies.parameters("old").values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_start_until_it_is_told_to_move(kind, tiny, batch):
+    policies = Policies(tiny(), PolicyConfig(kind, rank=4, alpha=8.0), seed=3, moving=True)
+
+    def seen():
+        with torch.no_grad(), policies.using("reference") as model:
+            return outputs(policies, batch) | {"reference": model(*batch).x0}
+
+    before = seen()
+    assert torch.equal(before["reference"], before["start"])
+    perturb(policies)
+    policies.old_is_current = False
+    assert torch.equal(seen()["reference"], before["start"])
+    policies.copy("current", "reference", keep=0.0)
+    perturb(policies)
+    after = seen()
+    assert (after["reference"] - before["start"]).abs().max() > 1e-3 and not policies.old_is_current
+    assert (after["reference"] - after["current"]).abs().max() > 1e-3 and torch.equal(after["start"], before["start"])
+    policies.check_backward()
+    again = Policies(tiny(), PolicyConfig(kind, rank=4, alpha=8.0), seed=4, moving=True)
+    again.load_state(policies.state(), old_is_current=False)
+    with torch.no_grad(), again.using("reference") as model:
+        assert torch.equal(model(*batch).x0, after["reference"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_that_never_moves_is_the_start_and_takes_no_room(kind, make, batch):
+    policies = make(kind)
+    perturb(policies)
+    perturb(policies, "old")
+    with torch.no_grad(), policies.using("reference") as model:
+        reference = model(*batch).x0
+    assert torch.equal(reference, outputs(policies, batch)["start"])
+    assert {k.split("/")[0] for k in policies.state()} == {"current", "old"}
 
 
 def test_a_policy_that_fails_in_scope_still_hands_current_back(make, batch):

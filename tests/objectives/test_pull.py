@@ -1,5 +1,7 @@
 """The pull to the start is part of every objective's loss, with its weight; and so are the weights of chunks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,27 @@ def test_without_advantages_the_loss_is_the_weighted_pull(kind, moved):
         assert found[1.0][0] == pytest.approx(found[1.0][1], rel=1e-5) and found[1.0][1] > 0
     one, two = (found[w][2] - found[0.0][2] for w in (1.0, 2.0))
     assert one.norm() > 0 and (two - 2 * one).norm() < 1e-4 * two.norm()
+
+
+@pytest.mark.parametrize("kind", [GRPO, ChunkFork, FPO, Pairs, NFT])
+def test_each_branch_is_pulled_by_its_own_weight_and_all_are_counted(kind, moved):
+    """(1/B) sum of gate times KL: two gates of one give two halves that add up to the pull of all."""
+    policies, records, losses = moved
+    objective = kind(kl_weight=1.0, anchors=2) if kind is ChunkFork else kind(kl_weight=1.0)
+    found = {}
+    for name, gates in (("all", None), ("none", [0.0, 0.0]), ("first", [1.0, 0.0]), ("second", [0.0, 1.0])):
+        record = replace(records[kind], gates=None if gates is None else torch.tensor(gates))
+        pull = 0.0
+        for loss, metrics in losses(objective, record, torch.zeros(2, 2)):
+            loss.backward()
+            pull += metrics["pull"]
+        gradient = torch.cat([p.grad.flatten() for p in policies.parameters().values()])
+        found[name] = (pull, gradient.clone())
+        policies.model.zero_grad()
+    assert found["none"][0] == 0 < found["first"][0] and found["first"][0] != found["second"][0] > 0
+    assert found["first"][0] + found["second"][0] == pytest.approx(found["all"][0], rel=1e-5)
+    one, other, whole = (found[n][1] - found["none"][1] for n in ("first", "second", "all"))
+    assert one.norm() > 0 and (one + other - whole).norm() < 1e-4 * whole.norm()
 
 
 def test_later_chunks_count_more_where_that_is_asked(moved):

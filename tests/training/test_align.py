@@ -341,11 +341,15 @@ def test_rewards_are_combined_by_their_weighted_advantages(config):
     values = {"a": torch.tensor([[1.0], [3.0]]), "b": torch.tensor([[500.0], [100.0]])}
     content = {k: torch.zeros(2, 1, dtype=torch.bool) for k in values}
     record = SimpleNamespace(groups=torch.tensor([0, 0]))
-    adv, _ = run._advantages(values, content, record)
+    _, adv, _ = run._advantages(values, content, record)
     torch.testing.assert_close(adv, torch.tensor([[-1.0], [1.0]]))
     run.rewards["b"] = (None, 1.0)
-    adv, _ = run._advantages(values, content, record)
+    _, adv, _ = run._advantages(values, content, record)
     torch.testing.assert_close(adv, torch.tensor([[-0.5], [0.5]]))  # (3 - 1) / 4
+    run.rewards["b"] = (None, 0.0)
+    _, adv, metrics = run._advantages(values, content, record)
+    torch.testing.assert_close(adv, torch.tensor([[-1.0], [1.0]]))
+    assert metrics["reward/b"] == 300 and "reward/b/group_std" not in metrics  # measured, not trained on
 
 
 def test_lag_laws():

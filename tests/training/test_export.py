@@ -260,6 +260,76 @@ def test_a_merge_that_forgets_the_adapter_is_not_written(trained, tmp_path, monk
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.fixture
+def other(config, tmp_path):
+    """A second run on the same base, with another seed, rank and alpha and fewer adapters."""
+    config = copy.deepcopy(config)
+    config.seed, config.policy.rank, config.policy.alpha, config.policy.targets = 5, 2, 3.0, ("to_q", "ffn.net.2")
+    make_run(config, tmp_path / "other", 1)
+    return str(tmp_path / "other")
+
+
+def test_a_merge_is_the_base_and_the_sum_of_both_changes(trained, other, config, tmp_path):
+    said = export(trained[0], tmp_path / "out", "merged", f"{other}:0.8")
+    assert "step-000003 + 0.8 * " in said and "other/checkpoints/step-000001" in said
+    weights = {k: v.clone() for k, v in Generator.load(config.generator).transformer.state_dict().items()}
+    for source, scale in ((trained[0], 10 / 4), (other, 0.8 * 3 / 2)):  # alpha / rank
+        tensors = load_file(checkpoints(Path(source))[-1] / TENSORS)
+        for key in (k for k in tensors if k.startswith("current/") and k.endswith("lora_A")):
+            name = key.removeprefix("current/").removesuffix(".lora_A") + ".weight"
+            weights[name] += scale * tensors[key[:-1] + "B"] @ tensors[key]
+    fresh = Generator.load(config.generator)
+    fresh.transformer.load_state_dict(weights)
+    expected = outputs(fresh, fresh.transformer)
+    generator, model, _ = load_any(str(tmp_path / "out"))
+    found = outputs(generator, model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (found - trained[1]).abs().max() > 1e-2 * (trained[1] - trained[2]).abs().max(), "the second must show"
+    about = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert about["merged"]["scale"] == 0.8 and about["merged"]["from"].endswith("step-000001")
+
+
+def test_runs_of_two_bases_are_not_merged(trained, other, config, tmp_path):
+    changed = Generator.load(config.generator)
+    changed.transformer.patch_embedding.weight.data[0] += 1e-3
+    changed.save(tmp_path / "changed")
+    one = copy.deepcopy(config)
+    one.generator = str(tmp_path / "changed")
+    make_run(one, tmp_path / "third", 1)
+    with pytest.raises(
+        ValueError, match="third.*does not belong to the base of .*run/checkpoints/step-000003: weights"
+    ):
+        export(trained[0], tmp_path / "out", "merged", f"{tmp_path / 'third'}:1")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fully_trained_run_is_not_merged(trained, config, tmp_path):
+    full = copy.deepcopy(config)
+    full.policy.kind = "full"
+    make_run(full, tmp_path / "full", 1)
+    for a, b in ((trained[0], tmp_path / "full"), (str(tmp_path / "full"), trained[0])):
+        with pytest.raises(ValueError, match="both must have policy.kind=lora"):
+            export(a, tmp_path / "out", "merged", f"{b}:1")
+
+
+def test_merging_on_the_command_line(trained, other, tmp_path, capsys):
+    out = tmp_path / "both"
+    assert convert(trained[0], f"merge={other}@1:0.5", f"out={out}", "--dry-run") == 0 and not out.exists()
+    assert "as merged from" in (said := capsys.readouterr().out) and "+ 0.5 * " in said
+    assert convert(trained[0], f"merge={other}@1:0.5", f"out={out}") == 0 and (out / "generator.json").is_file()
+    capsys.readouterr()
+    for merge, form, says in (
+        (other, "merged", "e.g. merge=runs/other:0.8"),
+        (f"{other}:x", "merged", "e.g. merge=runs/other:0.8"),
+        (":1", "merged", "e.g. merge=runs/other:0.8"),
+        ("gone:1", "merged", "'gone' is not an alignment run"),
+        (f"{other}:1", "peft", "use format=merged or official"),
+    ):
+        assert convert(trained[0], f"merge={merge}", f"format={form}", f"out={tmp_path / 'x'}") == 1
+        said = capsys.readouterr().err
+        assert says in said and len(said.strip().splitlines()) == 1, said
+
+
 def convert(*args: str) -> int:
     with pytest.raises(SystemExit) as end:
         main(["convert", *args])
