@@ -134,7 +134,9 @@ class Run:
         config, begun = self.config, time.time()
         clips = prompts = None
         if replay := self.replay():
-            record, values, content = self._from(replay)
+            numbers = prompt_rows(config.replay.groups, config.prompts_per_step, self.iteration, config.seed)
+            share = (self.accelerator.process_index, self.accelerator.num_processes)
+            record, values, content = replay.share(numbers, list(self.rewards), self.generator, *share)
             rolled = time.time()
         else:
             rows = prompt_rows(len(self.prompts), config.prompts_per_step, self.iteration, config.seed)
@@ -200,18 +202,6 @@ class Run:
         row = prompt_rows(len(self.prompts), config.prompts_per_step, iteration, config.seed)[place]
         record, prompts = self._draw([(row, g) for g in range(config.group)], iteration)
         return Scored(record, prompts, *reward_table(self.rewards, clips_of(self.generator, record, prompts)))
-
-    def _from(self, replay: Replay) -> tuple[Record, dict, dict]:
-        """This process's share of the replay's groups of this iteration, and their rewards."""
-        config, processes = self.config, self.accelerator.num_processes
-        numbers = prompt_rows(config.replay.groups, config.prompts_per_step, self.iteration, config.seed)
-        share = len(numbers) * config.group // processes
-        begin = self.accelerator.process_index * share
-        first, last = begin // config.group, -(-(begin + share) // config.group)
-        found = replay.read(numbers[first:last], list(self.rewards), self.generator)
-        mine = slice(begin - first * config.group, begin - first * config.group + share)
-        values, content = ({k: v[mine] for k, v in table.items()} for table in (found.values, found.content))
-        return found.record.rows(mine), values, content
 
     def _check_ratio(self, off: float) -> None:
         """Say so, once, when the policy that made the rollouts and the one that trains on them are not the same."""

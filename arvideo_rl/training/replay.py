@@ -120,7 +120,7 @@ class Replay:
 
     def __init__(self, folder: Path, made: dict[str, Any]) -> None:
         """Open ``folder``; ConfigError when it is damaged or was ``made`` otherwise."""
-        self.folder, way_out = folder, "choose another replay.path or delete it"
+        self.folder, self.group, way_out = folder, made["group"], "choose another replay.path or delete it"
         try:
             self.digest = digest(folder / INDEX)
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -137,6 +137,18 @@ class Replay:
             raise ConfigError(f"replay {folder} was made otherwise: {said}; {way_out}")
         if not all(sizes):
             raise ConfigError(f"replay {folder} is damaged: a file has another size than the index says; {way_out}")
+
+    def share(
+        self, numbers: list[int], names: list[str], generator: Generator, process: int, processes: int
+    ) -> tuple[Record, Table, Table]:
+        """What ``process`` of so many trains on of these groups, as many branches as every other; of groups cut in two
+        the whole is read. Returns record, rewards and whose fault it was that there is none."""
+        share = len(numbers) * self.group // processes
+        first, last = process * share // self.group, -(-(process + 1) * share // self.group)
+        found = self.read(numbers[first:last], names, generator)
+        mine = slice(process * share - first * self.group, (process + 1) * share - first * self.group)
+        values, content = ({k: v[mine] for k, v in table.items()} for table in (found.values, found.content))
+        return found.record.rows(mine), values, content
 
     def read(self, numbers: list[int], names: list[str], generator: Generator) -> Scored:
         """The groups called ``numbers``, which become their group ids, with the rewards called ``names``."""

@@ -70,6 +70,17 @@ def test_a_replay_holds_what_the_initial_policy_draws_in_the_first_iterations(co
     assert {k.iteration for k in stored.replay().read([2], ["actions"], stored.generator).record.keys} == {1}
 
 
+def test_processes_share_the_branches_of_an_iteration_in_order(config):
+    replay, names, generator = Run(config, Accelerator()).replay(), ["actions"], Generator.load(config.generator)
+    whole = replay.read([2, 0, 3], names, generator)
+    for processes in (1, 2, 3, 4, 6):  # of 12 branches
+        parts = [replay.share([2, 0, 3], names, generator, i, processes) for i in range(processes)]
+        assert {len(record) for record, *_ in parts} == {12 // processes}
+        assert torch.equal(torch.cat([record.latents for record, *_ in parts]), whole.record.latents)
+        assert [k for record, *_ in parts for k in record.keys] == whole.record.keys
+        assert torch.equal(torch.cat([values["actions"] for _, values, _ in parts]), whole.values["actions"])
+
+
 def test_it_is_recorded_once_and_never_renewed(config, monkeypatch):
     run = Run(config, Accelerator())
     seen = watched(run, monkeypatch)
