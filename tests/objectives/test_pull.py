@@ -66,6 +66,16 @@ def test_each_branch_is_pulled_by_its_own_weight_and_all_are_counted(kind, moved
     assert one.norm() > 0 and (one + other - whole).norm() < 1e-4 * whole.norm()
 
 
+def test_of_a_fork_the_anchors_are_pulled_by_their_own_weights(moved):
+    """With one anchor of two branches, one gate holds the whole pull and the other nothing."""
+    _, records, losses = moved
+    pulls = []
+    for gates in (None, torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])):
+        record = replace(records[ChunkFork], gates=gates)
+        pulls += [m["pull"] for _, m in losses(ChunkFork(kl_weight=1.0, anchors=1), record, torch.zeros(2, 2))]
+    assert sorted(pulls[1:]) == [0, pulls[0]] and pulls[0] > 0
+
+
 def test_later_chunks_count_more_where_that_is_asked(moved):
     _, records, losses = moved
     record, zero = records[GRPO], torch.zeros(2, 2)
