@@ -158,7 +158,8 @@ class Reward(Protocol):
     value_range: tuple[float, float]
     licence: str
     hacked_by: str
-    # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts.
+    # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts; and what
+    # describe.py shows of it: formula, cost, modules, files, page.
 
     def __call__(self, clips: Clips) -> Scores: ...
 
