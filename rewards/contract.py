@@ -158,8 +158,9 @@ class Reward(Protocol):
     value_range: tuple[float, float]
     licence: str
     hacked_by: str
-    # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts.
-    # It may have differentiable = True: its value has a gradient in the frames (score_with_grad).
+    # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts; what
+    # describe.py shows of it (formula, cost, modules, files, page); and differentiable = True: its value has a gradient
+    # in the frames (score_with_grad).
 
     def __call__(self, clips: Clips) -> Scores: ...
 

@@ -32,6 +32,9 @@ def naive_colour(clips: Clips) -> Scores:
     return Scores(value, ~value.isnan(), reasons)
 
 
+naive_colour.formula = "mean over pixels of max(0, named channels - the others)"  # type: ignore[attr-defined]
+naive_colour.cost = "none to speak of"  # type: ignore[attr-defined]
+naive_colour.page = "docs/hack_alarm.md"  # type: ignore[attr-defined]
 naive_colour.needs = {"prompts"}  # type: ignore[attr-defined]
 naive_colour.value_range = (0.0, 1.0)  # type: ignore[attr-defined]
 naive_colour.licence = "Apache-2.0, no weights"  # type: ignore[attr-defined]

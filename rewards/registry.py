@@ -22,6 +22,7 @@ REWARDS = {
     "epipolar": "rewards.geometry.scores:Epipolar",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
     "naive_colour": "rewards.naive_colour:naive_colour",  # an example of what goes wrong
+    "remote": "rewards.remote.client:Remote",
     "reprojection": "rewards.geometry.scores:Reprojection",
     "rerender": "rewards.geometry.scores:Rerender",
 }
@@ -46,6 +47,18 @@ class FunctionReward:
             said = f"{type(error).__name__}: {error}"
             raise ValueError(f"reward {self.name!r} failed ({said}); mend the function") from error
         return out if isinstance(out, Scores) else Scores(out)
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def arguments(found: Any) -> dict[str, Any]:
+    """The arguments that a class or function takes as a reward, with their defaults or REQUIRED."""
+    if not isinstance(found, type) and not inspect.isroutine(found):
+        return {}
+    listed = list(inspect.signature(found).parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: p.default for p in (listed if isinstance(found, type) else listed[1:]) if p.kind in kinds}
 
 
 def available() -> tuple[str, ...]:

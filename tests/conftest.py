@@ -1,5 +1,11 @@
-"""What several test folders share: golden numbers and small random generators. Nothing here reads outside tests/."""
+"""What several test folders share: golden numbers, small random generators, a reward server. Nothing here reads outside
+tests/."""
 
+import contextlib
+import http.client
+import json
+import socket
+import threading
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -62,3 +68,48 @@ def make_moved(context: Context, by: int) -> Context:
 def moved():
     """:func:`make_moved`."""
     return make_moved
+
+
+class Running:
+    """The reward server in a thread of this process."""
+
+    def __init__(self, rewards, token="", **limits):
+        import uvicorn
+
+        from rewards.remote.server import Limits, Served, application
+
+        app = application({k: Served(r, f"{k}()") for k, r in rewards.items()}, Limits(**limits), token)
+        options = dict(http="h11", ws="none", lifespan="off", log_level="critical", access_log=False)
+        self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.server.run, args=([self.listener],), daemon=True)
+        self.thread.start()
+
+    def ask(self, method, path, body=None, **headers):
+        """(status, JSON, headers) of one request."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read()), answer.headers
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(10)
+        self.listener.close()
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def serving():
+    """``serving({name: reward}, token="", **limits)`` -> :class:`Running`, until the test ends."""
+    running = []
+
+    def start(*args, **more):
+        running.append(Running(*args, **more))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.stop()

@@ -1,12 +1,24 @@
-"""``arvideo rewards``: list what there is; train the inverse-dynamics reward."""
+"""``arvideo rewards``: what there is, what one of them is, what they lack; train the inverse-dynamics reward."""
 
 from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
 
 from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
 MEMORY_KEYS = "batch, smooth or joystick"
+WAYS = "list, info NAME [args.KEY=VALUE], doctor, or train-idm [key=value ...]"
+
+
+@dataclass
+class InfoConfig:
+    """What ``arvideo rewards info`` reads."""
+
+    args: dict[str, Any] = field(default_factory=dict)  # arguments of the reward
 
 
 def help_text() -> str:
@@ -14,11 +26,15 @@ def help_text() -> str:
     from arvideo_rl.training.idm import IdmConfig
 
     return f"""arvideo rewards list
+arvideo rewards info NAME [args.KEY=VALUE ...]
+arvideo rewards doctor
 arvideo rewards train-idm [key=value ...]
 
-list shows every reward with what it needs, its licence and what maximises it wrongly. train-idm renders the world and
-trains the inverse-dynamics model (a minute or two on two CPU cores); the shipped ones say how they were made in
-rewards/weights/*.json.
+list shows every reward: what it gives, what it needs, its licence and formula. info shows all of one, also of your own
+(module:attribute): arguments, range, cost, what maximises it wrongly, its page and weights. doctor says which modules
+or weights are missing or damaged, with the command that mends each, and exits 1 if a reward cannot run. train-idm
+renders the world and trains the inverse-dynamics model (a minute or two on two CPU cores); the shipped ones say how
+they were made in rewards/weights/*.json.
 
 keys of train-idm and defaults
 {keys(IdmConfig)}"""
@@ -27,28 +43,101 @@ keys of train-idm and defaults
 def run(words: list[str], items: list[str], flags: set[str]) -> int:
     """Dispatch."""
     if words == ["list"] and not items:
-        from rich.table import Table
+        show_list()
+    elif words[:1] == ["info"] and len(words) == 2:
+        show_info(words[1], load(InfoConfig, None, items).args)
+    elif words == ["doctor"] and not items:
+        return doctor()
+    elif words == ["train-idm"]:
+        train(items, "--dry-run" in flags)
+    else:
+        raise UsageError(f"rewards takes {WAYS}; 'arvideo rewards list' shows the names")
+    return 0
 
-        from arvideo_rl.progress import console
-        from rewards import registry
 
-        table = Table("reward", "needs", "range", "licence", "maximised wrongly by")
-        for name in registry.available():
-            r = registry.build(name)
-            low, high = r.value_range
-            table.add_row(name, ", ".join(sorted(r.needs)), f"{low:.3g} .. {high:.3g}", r.licence, r.hacked_by)
-        console().print(table)
-        return 0
-    if words == ["train-idm"]:
-        from arvideo_rl.training import idm
+def show_list() -> None:
+    """One row a shipped reward."""
+    from rich.table import Table
 
-        config = load(idm.IdmConfig, None, items)
-        config.check()
-        if "--dry-run" in flags:
-            print(f"would train the inverse-dynamics model for {config.steps} steps and write {config.out}")
-            return 0
-        report = idm.run(config)
-        measured = f"accuracy {report['accuracy']:.4f}, balanced {report['balanced_accuracy']:.4f}"
-        print(f"held-out {measured}; wrote {config.out}")
-        return 0
-    raise UsageError("use 'arvideo rewards list' or 'arvideo rewards train-idm [key=value ...]'")
+    from arvideo_rl.progress import console
+    from rewards import registry
+    from rewards.describe import describe
+
+    table = Table("reward", "one a", "range", "needs", "licence", "formula")
+    for column in table.columns[:4]:
+        column.no_wrap = True
+    for name in registry.available():
+        about = describe(name)
+        table.add_row(name, _text(about["granularity"]), _range(about["range"]), _needs(about), _text(about["licence"]),
+                      about["formula"])  # fmt: skip
+    console().print(table)
+
+
+def show_info(name: str, args: dict[str, Any]) -> None:
+    """All that is known of one reward."""
+    from rewards import registry
+    from rewards.describe import describe
+
+    about = describe(name, **args)
+    settings = {k: "(required)" if v is registry.REQUIRED else v for k, v in about["arguments"].items()} | args
+    rows = {
+        "formula": about["formula"], "range": f"{_range(about['range'])}, higher is better",
+        "gives": f"one number a {_text(about['granularity'])}", "needs": _needs(about),
+        "arguments": ", ".join(f"{k}={v}" for k, v in settings.items()) or "none",
+        "licence": _text(about["licence"]), "cost": about["cost"], "fooled by": _text(about["hacked_by"]),
+        "weights": "; ".join(f"{p}, {_size(n)}" for p, n in about["files"].items()) or "none",
+    }  # fmt: skip
+    print(name)
+    for key, value in {**rows, **({"page": about["page"]} if about["page"] else {})}.items():
+        print(f"  {key:<13} {value}")
+
+
+def _text(value: str | None) -> str:
+    return "varies" if value is None else value
+
+
+def _needs(about: dict[str, Any]) -> str:
+    return _text(None if about["needs"] is None else ", ".join(about["needs"]) or "nothing")
+
+
+def _range(limits: list[float | None] | None) -> str:
+    if limits is None:
+        return _text(None)
+    low, high = ("unbounded" if x is None else f"{x:.3g}" for x in limits)
+    return "unbounded" if low == high == "unbounded" else f"{low} to {high}"
+
+
+def _size(count: int | None) -> str:
+    return "MISSING" if count is None else f"{count / 2**20:.2f} MiB"
+
+
+def doctor() -> int:
+    """What each shipped reward lacks; 1 when one cannot run."""
+    from rewards import registry
+    from rewards.describe import lacking
+
+    bad = 0
+    for name in registry.available():
+        found = lacking(name)
+        bad += bool(found)
+        print(f"{name:<18} " + ("ready" if not found else "CANNOT RUN"))
+        for what, command in found:
+            print(f"  {what}: {command}")
+    missing = [m for m in ("starlette", "uvicorn") if importlib.util.find_spec(m) is None]
+    state = f"without {', '.join(missing)} (optional): pip install 'arvideo-rl[serve]'" if missing else "ready"
+    print(f"{'(serving them)':<18} {state}")
+    return 1 if bad else 0
+
+
+def train(items: list[str], dry: bool) -> None:
+    """Train the inverse-dynamics model."""
+    from arvideo_rl.training import idm
+
+    config = load(idm.IdmConfig, None, items)
+    config.check()
+    if dry:
+        print(f"would train the inverse-dynamics model for {config.steps} steps and write {config.out}")
+        return
+    report = idm.run(config)
+    measured = f"accuracy {report['accuracy']:.4f}, balanced {report['balanced_accuracy']:.4f}"
+    print(f"held-out {measured}; wrote {config.out}")

@@ -274,12 +274,14 @@ class Run:
         weights = {name: weight for name, (_, weight) in self.rewards.items()}
         for name, (_, weight) in self.rewards.items():
             value = accelerator.gather(values[name].to(accelerator.device)).cpu()
+            fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             if value.isnan().all():
+                needs = ", ".join(sorted(self.rewards[name][0].needs)) or "nothing"
+                failed = "the measuring failed; the same command goes on from the last checkpoint"
                 raise ValueError(
                     f"reward {name!r} could score none of {len(value)} branches at iteration {self.iteration}; "
-                    f"it needs {', '.join(sorted(self.rewards[name][0].needs)) or 'nothing'}: do the prompts give that?"
+                    + (f"it needs {needs}: do the prompts give that?" if fault.any() else failed)
                 )
-            fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             metrics[f"reward/{name}"] = value.nanmean().item()
             metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
             judged[name] = value = worst_of_group(value, fault, every_group)

@@ -156,6 +156,9 @@ def _held_out(run: Run, cache: Path | None, title: str) -> Measured:
         except (SafetensorError, KeyError) as error:
             run.accelerator.print(f"{cache} is damaged ({error}); measuring again, which gives the same")
     found = measure_shared(run, run.held_out, run.config.held_out, "start" if cache else "current", title)
+    for name, values in found.values.items():
+        if name.startswith("reward/") and values.isnan().all():
+            raise ValueError(f"{name} could score no held-out video ({title}); the same command tries again")
     if cache is not None and run.accelerator.is_main_process:
         draft = cache.with_suffix(".tmp")
         save_file(found.tensors(), draft)

@@ -35,6 +35,8 @@ class GeometricReward:
     value_range = (0.0, 1.0)
     licence = "the package's own; OpenCV Apache-2.0, no weights"
     hacked_by = "a camera over a dead scene; smooth, texture-free pictures"
+    cost = "about 0.9 s a clip of 18 frames at 96 x 96, 6 to 10 s of 16 frames at 256 x 448, on one CPU thread"
+    modules = {"cv2": "pip install opencv-python-headless"}
     fewest = 2  # frames
 
     def __init__(self, motion_floor: float = 0.001):

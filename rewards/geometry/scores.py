@@ -22,6 +22,7 @@ class Epipolar(GeometricReward):
     capped at ``cap``; arXiv 2510.21615 with a robust fit. ``frames`` are spread over the clip."""
 
     name = "epipolar"
+    formula = "gate * exp(-E / tau), E mean Sampson distance of matches, in diagonals"
 
     def __init__(self, frames: int = 8, tau: float = 0.002, cap: float = 0.01, motion_floor: float = 0.001):
         super().__init__(motion_floor)
@@ -40,6 +41,7 @@ class Reprojection(BackendReward):
     frames from which points are followed."""
 
     name = "reprojection"
+    formula = "gate * exp(-E / tau), E mean distance from projected to tracked points, in diagonals"
 
     def __init__(self, backend: str | Backend = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
                  motion_floor: float = 0.001):  # fmt: skip
@@ -76,6 +78,7 @@ class Rerender(BackendReward):
     points of all others (leave-one-out). ``frames`` are spread over the clip."""
 
     name = "rerender"
+    formula = "gate * exp(-E / tau), E mean colour difference to the frame drawn from all others' points"
 
     def __init__(self, backend: str | Backend = "classical", frames: int = 6, tau: float = 0.05,
                  motion_floor: float = 0.001):  # fmt: skip
@@ -100,6 +103,7 @@ class CameraSmoothness(BackendReward):
     rotation alone where the camera only turns."""
 
     name = "camera_smoothness"
+    formula = "gate * (translation + rotation) / 2, each 1 / (1 + mean |acceleration| / speed)"
 
     def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.001):
         super().__init__(backend, motion_floor)
@@ -115,6 +119,7 @@ class CameraFollowing(BackendReward):
     scale). The gate is off, since a target may stand still; a still camera earns what the formula gives it."""
 
     name = "camera_following"
+    formula = "weighted mean of exp(-error) of path, step and rotation to the target's"
     needs = frozenset({"cameras"})
     hacked_by = "a moving camera over any scene: it says nothing about what is seen"
 

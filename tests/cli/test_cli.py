@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from arvideo_rl.cli.main import COMMANDS, main
 from arvideo_rl.media import read_video
 from rewards.contract import Clips, score
 from rewards.inverse_dynamics import InverseDynamics
+from rewards.registry import available, build
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted(p for kind in ("align", "distill") for p in (ROOT / "configs" / kind).rglob("*.yaml"))
@@ -24,7 +26,7 @@ def arvideo(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -178,6 +180,46 @@ def test_doctor_and_rewards_list():
     )
     listed = arvideo("rewards", "list").stdout
     assert "inverse_dynamics" in listed and "licence" in listed and "Apache" in listed
+
+
+def test_rewards_info_and_doctor_say_what_a_reward_is_and_lacks(capsys, monkeypatch):
+    said = in_process(capsys, "rewards", "info", "inverse_dynamics", "args.score=accuracy", "args.granularity=chunk")
+    for line in ("formula       share where p is the largest", "range         0 to 1, higher is better", "a chunk",
+                 "needs         actions", "weights=idm", "idm.safetensors, 0.56 MiB",
+                 "docs/rewards/inverse_dynamics.md"):  # fmt: skip
+        assert line in said.stdout, line
+    assert "url=(required)" in in_process(capsys, "rewards", "info", "remote").stdout
+    fine = in_process(capsys, "rewards", "doctor")
+    assert fine.returncode == 0 and fine.stdout.count("ready") == len(available()) + 1
+    monkeypatch.setattr("rewards.geometry.base.GeometricReward.modules", {"cv9": "pip install cv9"})
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    bad = in_process(capsys, "rewards", "doctor")
+    assert bad.returncode == 1 and "epipolar           CANNOT RUN\n  Python module cv9: pip install cv9" in bad.stdout
+    assert "naive_colour       ready" in bad.stdout and "without uvicorn (optional): pip install 'arvi" in bad.stdout
+    refused = in_process(capsys, "serve", "rewards", "naive_colour")
+    assert refused.returncode == 1 and "serving needs uvicorn; pip install 'arvideo-rl[serve]'" in refused.stderr
+
+
+def test_serve_rewards_serves_until_it_is_stopped(capsys):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    words = ("serve", "rewards", "naive_colour", "rewards.moves.target=inverse_dynamics", "port=0", "device=cpu")
+    command = [sys.executable, "-m", "arvideo_rl", *words]
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    try:
+        first = child.stdout.readline()
+        url = re.fullmatch(r"serving naive_colour, moves at (http://127\.0\.0\.1:\d+) on cpu; Ctrl-C stops\n", first)[1]
+        clips = Clips(torch.rand(2, 3, 3, 32, 32), prompts=["red", "x"], actions=torch.ones(2, 2, dtype=torch.int64))
+        moves = build("remote", url=url, reward="moves", retries=8)  # it listens a little before it answers
+        assert torch.equal(score(moves, clips).value, score(InverseDynamics(), clips).value)
+        colour = score(build("remote", url=url, reward="naive_colour"), clips)
+        assert list(colour.reasons) == [None, "content: the prompt names no colour"]
+        taken = in_process(capsys, "serve", "rewards", "naive_colour", f"port={url.rpartition(':')[2]}")
+        assert taken.returncode == 1 and "choose another, port=0 takes any free one" in taken.stderr
+    finally:
+        child.send_signal(signal.SIGINT)
+        rest, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and rest == "stopped\n"
 
 
 def test_align_evaluate_and_generate_from_the_run(tmp_path):

@@ -98,6 +98,27 @@ MISTAKES = [  # (command line, exit code, what the line says)
     ("score *.mp4", 1, "nothing matches '*.mp4'"),
     ("score latin.csv", 1, "latin.csv is not UTF-8 (line 3, byte 10)"),
     ("score empty.yaml", 2, "score takes video files"),
+    ("rewards info", 2, "list, info NAME"),
+    ("rewards info epipola", 1, "did you mean 'epipolar'?"),
+    ("rewards info epipolar frames=3", 1, "unknown key frames; known here: args"),
+    ("rewards info epipolar args.frame=3", 1, "did you mean 'frames'?"),
+    ("rewards info remote args.url=http://127.0.0.1:1 args.reward=x args.retries=0", 1, "is it running?"),
+    ("rewards doctor now", 2, "list, info NAME"),
+    ("serve", 2, "arvideo serve rewards inverse_dynamics"),
+    ("serve reward", 2, "arvideo serve rewards inverse_dynamics"),
+    ("serve rewards", 2, "serve rewards takes rewards"),
+    ("serve rewards a.yaml b.yaml", 2, "at most one YAML file"),
+    ("serve rewards epipola", 1, "did you mean 'epipolar'?"),
+    ("serve rewards rewards.x.args.frames=3", 1, "rewards.x has no target"),
+    ("serve rewards rewards.x.target=epipolar rewards.x.args.frames=1", 1, "rewards.x: epipolar: frames is 1"),
+    ("serve rewards epipolar port=70000", 1, "port=70000: use 0 to 65535"),
+    ("serve rewards epipolar queue=0", 1, "queue=0: use 1 to 1024"),
+    ("serve rewards epipolar timeout=0", 1, "timeout=0.0: use a finite number above 0"),
+    ("serve rewards epipolar host=0.0.0.0", 1, "token=REWARDS_TOKEN"),
+    ("serve rewards epipolar host=:: token=NOT_SET_ANYWHERE", 1, "must hold 16 or more"),
+    ("serve rewards epipolar token=NOT_SET_ANYWHERE", 1, "must hold 16 or more"),
+    ("serve rewards epipolar host=127.0.0.300 token=LONG_TOKEN", 1, "host=127.0.0.300 port=8100: "),
+    ("score notes.txt reward=remote args.url=http://127.0.0.1:1 args.reward=x args.retries=0", 1, "is it running?"),
     # where it goes: asked before any work
     (TINY + "out=blocked", 1, "blocked is not a folder"),
     ("align align/debug_tiny out=blocked", 1, "blocked is not a folder"),
@@ -157,6 +178,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
 def desk(tmp_path, monkeypatch):
     """A working directory with the files the mistakes are made with."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONG_TOKEN", "0123456789abcdef")
     files = {
         "blocked": b"x", "notes.txt": b"x", "latin.yaml": b"name: caf\xe9", "list.yaml": b"- 1", "empty.yaml": b"",
         "twice.yaml": b"lr: 1\nseed: 1\nlr: 2\n", "empty.txt": b"\xef\xbb\xbf\r\n\r\n", "latin.txt": b"caf\xe9",

@@ -1,0 +1,83 @@
+"""What rewards say of themselves, and what is found missing: modules, weights, damaged weights."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rewards import inverse_dynamics, registry
+from rewards.describe import declared, describe, lacking
+
+ROOT = Path(__file__).parents[2]
+SAYS = ("formula", "licence", "hacked_by", "cost")
+
+
+@pytest.mark.parametrize("name", registry.available())
+def test_every_shipped_reward_says_what_it_is_and_has_a_page(name):
+    about = describe(name)
+    for key in SAYS if name != "remote" else ("formula", "cost"):
+        assert about[key] and about[key] != "unstated" and "\n" not in about[key], key
+    assert (ROOT / about["page"]).is_file()
+    assert lacking(name) == []
+
+
+def test_a_description_follows_the_arguments():
+    about = describe("inverse_dynamics", score="accuracy", granularity="chunk", weights="idm_heldout")
+    assert about["range"] == [0.0, 1.0] and about["granularity"] == "chunk" and "largest" in about["formula"]
+    ((path, size),) = about["files"].items()
+    assert path.endswith("idm_heldout.safetensors") and size == Path(path).stat().st_size
+    assert describe("inverse_dynamics")["arguments"]["floor"] == 1e-4
+    with pytest.raises(ValueError, match="has no argument 'scor'; did you mean 'score'"):
+        describe("inverse_dynamics", scor="accuracy")
+
+
+def test_what_only_arguments_decide_is_left_open():
+    about = describe("remote")
+    assert about["needs"] is about["range"] is about["granularity"] is None
+    assert about["arguments"]["url"] is registry.REQUIRED
+    with pytest.raises(ValueError, match="requires reward"):
+        describe("remote", url="http://127.0.0.1:1")
+
+
+def judge(clips):
+    """Mean of all. And nothing else."""
+    return clips.frames.mean((1, 2, 3, 4))
+
+
+def test_one_s_own_reward_is_described_by_its_docstring():
+    about = declared(registry.FunctionReward(judge, "judge", {}))
+    assert about["formula"] == "Mean of all" and about["range"] == [None, None] and about["cost"] == "unstated"
+
+
+def test_a_missing_module_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr("rewards.geometry.base.GeometricReward.modules", {"cv9": "pip install cv9"})
+    assert lacking("epipolar") == [("Python module cv9", "pip install cv9")] and lacking("naive_colour") == []
+
+
+@pytest.mark.parametrize(
+    ("break_it", "says"), [(Path.unlink, "weights "), (lambda p: p.write_bytes(b"x"), "cannot read")]
+)
+def test_missing_and_damaged_weights_are_named_with_the_command_that_makes_them(monkeypatch, tmp_path, break_it, says):
+    paths = {k: tmp_path / p.name for k, p in inverse_dynamics.SHIPPED.items()}
+    for name, path in inverse_dynamics.SHIPPED.items():
+        shutil.copy(path, paths[name])
+    commands = {p: f"make {p}" for p in paths.values()}
+    monkeypatch.setattr(inverse_dynamics.InverseDynamics, "files", commands)
+    assert lacking("inverse_dynamics") == []
+    break_it(paths["idm_heldout"])
+    ((what, how),) = lacking("inverse_dynamics")
+    assert says in what and str(paths["idm_heldout"]) in what and how == f"make {paths['idm_heldout']}"
+
+
+def test_the_commands_that_make_the_shipped_weights_make_those(monkeypatch):
+    """They say what differs from the defaults; the files say with which settings they were made."""
+    import json
+
+    from arvideo_rl.config import load
+    from arvideo_rl.training.idm import IdmConfig
+
+    for path, command in inverse_dynamics.InverseDynamics.files.items():
+        made = json.loads(path.with_suffix(".json").read_text())["config"]
+        config = vars(load(IdmConfig, None, command.split()[3:]))
+        assert {k: v for k, v in config.items() if k != "out"} == {k: v for k, v in made.items() if k != "out"}
+        assert Path(config["out"]) == path
