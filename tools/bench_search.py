@@ -1,10 +1,11 @@
 """What does search at test time buy, and what does it cost? Searches tiny's videos and measures them with other eyes.
 
-    python tools/bench_search.py [--prompts 32] [--out search.json]
+    python tools/bench_search.py [--prompts 32] [--verifiers actions geometry both] [--out search.json]
 
-Verifiers: the inverse-dynamics reward, and re-rendering by the commanded camera. Measured on whole videos against
-plain streaming of the same prompts: both of them, the held-out inverse-dynamics model, the distance between where the
-commands put points and where the flow finds them, and the world's own measures. Standard errors are over prompts.
+Verifiers: the inverse-dynamics reward, re-rendering by the commanded camera, and their sum. Measured on whole videos
+against plain streaming of the same prompts: both of them, the held-out inverse-dynamics model, the distance between
+where the commands put points and where the flow finds them, and the world's own measures. Standard errors are over
+prompts.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from arvideo_rl.training.rollout import appearance, script_of
 from arvideo_rl.training.searching import Verifier
 from arvideo_rl.world.geometry import Commanded
 from arvideo_rl.world.verify import VERIFIERS
-from rewards.contract import Clips, Reward, score
+from rewards.contract import Clips, Reward, Scores, score
 from rewards.geometry.scores import Reprojection, Rerender
 from rewards.inverse_dynamics import InverseDynamics
+from rewards.registry import FunctionReward
 from samplers.plan import KINDS, Plan, cost
 from samplers.randomness import Key
 from samplers.search import branch_noise, search
@@ -38,10 +40,22 @@ FRAMES, SEED = 18, 77_000_005
 GEOMETRY = Rerender(Commanded(), motion_floor=0.0)
 REPROJECTION = Reprojection(Commanded(), motion_floor=0.0)
 ACTIONS, ACTIONS_HELD_OUT = (InverseDynamics(w, score="expected_accuracy") for w in ("idm", "idm_heldout"))
-REWARDS: dict[str, Reward] = {"actions": ACTIONS, "geometry": GEOMETRY}
+
+
+def actions_and_geometry(clips: Clips) -> Scores:
+    """Both verifiers: geometry counts twice, because it differs half as much between candidates."""
+    one, two = score(ACTIONS, clips), score(GEOMETRY, clips)
+    value = one.value + 2 * two.value
+    return Scores(value, value.isfinite(), [a or b for a, b in zip(one.reasons, two.reasons)])
+
+
+REWARDS: dict[str, Reward] = {
+    "actions": ACTIONS, "geometry": GEOMETRY, "both": FunctionReward(actions_and_geometry, "both", {}),
+}  # fmt: skip
 PLANS = [
     *(("actions", Plan(kind, n)) for kind in KINDS for n in (2, 8)),
     *(("geometry", Plan(kind, 8)) for kind in ("best", "greedy", "beam")),
+    *(("both", Plan(kind, 8)) for kind in ("best", "beam")),
 ]
 
 
@@ -60,7 +74,9 @@ def measures(clips: Clips) -> dict[str, float]:
     return {k: float(v) for k, v in found.items()}
 
 
-def one_prompt(generator: Generator, prompt: Prompts, done: Callable[[], None]) -> dict[str, dict]:
+def one_prompt(
+    generator: Generator, prompt: Prompts, plans: list[tuple[str, Plan]], done: Callable[[], None]
+) -> dict[str, dict]:
     """Measures of the plain video and of every search of one prompt."""
     key, model, chunks = Key(SEED, 0, prompt.ids[0]), generator.transformer, generator.streaming.attention_window()
     bounds, levels = chunks.chunks(FRAMES), generator.streaming.levels
@@ -71,7 +87,7 @@ def one_prompt(generator: Generator, prompt: Prompts, done: Callable[[], None]) 
         return measures(Clips(pixels, prompts=list(prompt.texts), actions=prompt.actions[:, 1:FRAMES].contiguous()))
 
     out = {"plain": measured(torch.cat([c.latents for c in generator.stream(model, script, draw, FRAMES)], 1))}
-    for name, plan in PLANS:
+    for name, plan in plans:
         judge = Verifier(generator, REWARDS[name], [(0, prompt.texts[0])], prompt.actions)
         found = search(generator.denoiser(model, script, draw, fixed=True), bounds, levels,
                        branch_noise(key, generator.latent_shape), judge, plan)  # fmt: skip
@@ -98,22 +114,24 @@ def main() -> None:
     """Search, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--verifiers", nargs="+", choices=list(REWARDS), default=list(REWARDS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    plans = [(name, plan) for name, plan in PLANS if name in args.verifiers]
     torch.set_num_threads(1)
     generator, began = Generator.load("tiny"), time.perf_counter()
     prompts = held_out_prompts(args.prompts, FRAMES, "joystick")
     rows = []
     with Progress() as bar:
-        task = bar.add_task("searching", total=len(prompts) * len(PLANS))
+        task = bar.add_task("searching", total=len(prompts) * len(plans))
         for i in range(len(prompts)):
-            rows.append(one_prompt(generator, prompts.take([i]), lambda: bar.advance(task)))
+            rows.append(one_prompt(generator, prompts.take([i]), plans, lambda: bar.advance(task)))
     chunks, levels = len(generator.streaming.attention_window().chunks(FRAMES)), len(generator.streaming.levels)
     names = list(rows[0]["plain"])
     print(f"{len(rows)} prompts, {FRAMES} frames, {time.perf_counter() - began:.0f} s; change against plain (error)")
     print("plain: " + ", ".join(f"{m} {paired(rows, 'plain', m)[0]:.4f}" for m in names))
     table = {}
-    for name, plan in PLANS:
+    for name, plan in plans:
         price = cost(plan, chunks, levels)
         found = {m: paired(rows, label(name, plan), m) for m in names}
         table[label(name, plan)] = {"forwards": price.forwards, "scores": price.scores, **found}
