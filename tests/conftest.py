@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from arvideo_rl.generators.context import Context
+from arvideo_rl.generators.names import to_official
+from arvideo_rl.generators.pretrained import build
 from arvideo_rl.generators.transformer import CausalWan
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -113,3 +118,47 @@ def serving():
     yield start
     for one in running:
         one.stop()
+
+
+STREAMING = dict(chunk=3, window=9, sink=3, steps=[1000, 500], shift=5.0, fps=16, size=16, width=32, trained_frames=21)
+WAN = dict(num_attention_heads=2, attention_head_dim=12, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=4)
+WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "ball", "rolls", "&"]
+
+
+def write_text_encoder(folder, seed=0):
+    """Wan's text_encoder/ and tokenizer/ in ``folder``, small and random; returns ``folder``."""
+    torch.manual_seed(seed)
+    config = UMT5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_text_encoder():
+    """The function :func:`write_text_encoder`."""
+    return write_text_encoder
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """A folder with the parts as they are published: an official .pt, a LoRA, a base with VAE and text encoder."""
+    folder = tmp_path_factory.mktemp("published")
+    write_text_encoder(folder / "base")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1).save_pretrained(
+            folder / "base" / "vae"
+        )
+        model = build(WAN).to_empty(device="cpu")
+        state = {k: torch.randn(v.shape) * 0.2 for k, v in model.state_dict().items()}
+        lora = {f"base_model.model.blocks.0.self_attn.q.lora_{k}.weight": torch.randn(s) for k, s in
+                {"A": (2, 24), "B": (24, 2)}.items()}  # fmt: skip
+    torch.save({"generator_ema": {f"model.{to_official(k)}": v for k, v in state.items()}}, folder / "student.pt")
+    save_file(lora, folder / "lora.safetensors")
+    parts = {"transformer": "student.pt", "base": "base", "dtype": "float32", "head_dim": 12, "licence": "none"}
+    (folder / "student.yaml").write_text(json.dumps({"wan": parts, "streaming": STREAMING}))
+    return folder

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,8 @@ from arvideo_rl.generators.files import WAY_OUT, reading
 from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.generators.text import WordEncoder
 from arvideo_rl.generators.transformer import CausalWan
-from arvideo_rl.generators.umt5 import Umt5
-from arvideo_rl.generators.wan import WanParts, load_parts
+from arvideo_rl.generators.umt5 import LENGTH, Umt5
+from arvideo_rl.generators.wan import WanParts, load_parts, outline
 from arvideo_rl.generators.weights import load_strictly, read_tensors
 from samplers.guidance import Guidance
 from samplers.kernels import Kernel
@@ -62,6 +63,12 @@ class Generator:
         """Shape [F, C, H, W] of one chunk."""
         s, stride = self.streaming, self.codec.stride
         return s.chunk, self.transformer.config.in_channels, s.size // stride, (s.width or s.size) // stride
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of a prompt, padding included."""
+        text = self.text_encoder
+        return text.config.length if isinstance(text, WordEncoder) else text.length
 
     @torch.no_grad()
     def script(self, prompts: list[str], actions: Tensor | None = None, switches: tuple = ()) -> Script:
@@ -144,6 +151,16 @@ class Generator:
         (folder / "generator.json").write_text(json.dumps(data, indent=2) + "\n")
 
     @classmethod
+    def outline(cls, source: str | Path) -> Generator:
+        """A Wan preset's generator without weights (wan.py), for what follows from sizes alone. It cannot run."""
+        told = _described(find_generator(source))
+        if told.wan is None:
+            raise ValueError(f"{source} is no Wan; only of those the sizes are known without weights")
+        transformer, codec = outline(told.wan)
+        text: Any = SimpleNamespace(length=LENGTH)
+        return cls(transformer, text, codec, told.streaming, told.wan)
+
+    @classmethod
     def load(cls, source: str | Path) -> Generator:
         """Load a folder written by :meth:`save`, a YAML file of the same keys, or a shipped generator or preset by
         name (``tiny``, ``self_forcing``). Strict: missing, unexpected or wrongly shaped weights are a ValueError."""
@@ -152,7 +169,9 @@ class Generator:
         if told.wan:
             transformer, text, codec, said = load_parts(told.wan, path.parent)
             _check(transformer, told.streaming, path)
-            return cls(transformer, text, codec, told.streaming, told.wan, said)
+            beside = path.parent / told.wan.base  # saved elsewhere, it must still be found
+            wan = replace(told.wan, base=str(beside.resolve())) if beside.exists() else told.wan
+            return cls(transformer, text, codec, told.streaming, wan, said)
         transformer = _load_strict(CausalWan, path.parent / "transformer")
         _check(transformer, told.streaming, path)
         text = _load_strict(WordEncoder, path.parent / "text_encoder")

@@ -39,6 +39,10 @@ class Codec(Protocol):
     def pixel_frames(self, frames: int) -> int:
         """Pixel frames that the first ``frames`` frames of a stream become."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of its networks."""
+
 
 @dataclass(frozen=True)
 class IdentityCodec:
@@ -71,6 +75,8 @@ class IdentityCodec:
         """One per frame."""
         return frames
 
+    weight_bytes = 0
+
 
 class WanCodec:
     """Wan's causal video VAE (diffusers' AutoencoderKLWan): the first frame of a stream is 1 pixel frame, each later
@@ -93,6 +99,11 @@ class WanCodec:
     def pixel_frames(self, frames: int) -> int:
         """T = 4 F - 3."""
         return self.vae.config.scale_factor_temporal * (frames - 1) + 1 if frames > 0 else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the VAE."""
+        return sum(p.numel() * p.element_size() for p in self.vae.parameters())
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -11,6 +11,10 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from arvideo_rl.progress import console
 
 
+class NotHere(ValueError):
+    """Weights that are not on this machine and could not be fetched; the message has the command that gets them."""
+
+
 def locate(source: str, near: Path | None = None, patterns: tuple[str, ...] = ()) -> Path:
     """The local path of ``source``: a path relative to ``near`` or to the working directory, or the Hub's file or
     folder (only ``patterns`` of it), from its cache or else downloaded. ValueError in one line with the command that
@@ -33,11 +37,11 @@ def locate(source: str, near: Path | None = None, patterns: tuple[str, ...] = ()
         return _fetch(repo, file, patterns, local=False)
     except GatedRepoError:
         way = f"accept it on its page, then run: hf auth login && {command}"
-        raise ValueError(f"{repo} asks for consent to its licence: {way}") from None
+        raise NotHere(f"{repo} asks for consent to its licence: {way}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         offline = constants.HF_HUB_OFFLINE or isinstance(error, (LocalEntryNotFoundError, ConnectionError))
         why = "and the Hub cannot be reached" if offline else f"and the Hub says: {str(error).splitlines()[0]}"
-        raise ValueError(f"{source} is not on this machine, {why}; where it can be, run: {command}") from None
+        raise NotHere(f"{source} is not on this machine, {why}; where it can be, run: {command}") from None
 
 
 def _fetch(repo: str, file: str, patterns: tuple[str, ...], local: bool) -> Path:

@@ -146,6 +146,14 @@ class Policies:
         self.old_is_current = old_is_current
 
 
+def trained_parameters(transformer: CausalWan, config: PolicyConfig) -> int:
+    """How many parameters will be trained; needs no weights."""
+    if config.kind == "full":
+        return sum(p.numel() for p in transformer.parameters())
+    linears = (transformer.get_submodule(name) for name in _block_linears(transformer, config.targets))
+    return sum(config.rank * (m.in_features + m.out_features) for m in linears)  # type: ignore[operator,union-attr,misc]
+
+
 def adapt(transformer: CausalWan, config: PolicyConfig, current: dict[str, Tensor], name: str = "current") -> None:
     """Make ``transformer`` the trained policy and nothing more: no old one, no copies, nothing to train. ``current``
     are the tensors that ``Policies.state`` calls current/..., without that prefix; every one must be used. With LoRA

@@ -11,13 +11,17 @@ from diffusers import AutoencoderKLWan
 from arvideo_rl.generators.codec import WanCodec
 from arvideo_rl.generators.hub import locate
 from arvideo_rl.generators.lora import merge, read_lora
-from arvideo_rl.generators.pretrained import load_transformer
+from arvideo_rl.generators.pretrained import build, load_transformer, stored_dtype
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.generators.weights import load_strictly, read_tensors
 from arvideo_rl.world.dataset import cache_dir
 
 PARTS = ("vae/*", "text_encoder/*", "tokenizer/*")  # what is taken of the base model
+SIZES: dict[str, dict[str, int]] = {  # of the transformers over these bases
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": dict(num_attention_heads=12, ffn_dim=8960, num_layers=30),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": dict(num_attention_heads=40, ffn_dim=13824, num_layers=40),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,6 +55,20 @@ def load_parts(parts: WanParts, near: Path | None = None) -> tuple[CausalWan, Um
     base = locate(parts.base, near, PARTS)
     text = Umt5(base / "text_encoder", base / "tokenizer", cache_dir() / "text", dtype=DTYPES[parts.dtype])
     return transformer, text, WanCodec(load_vae(base / "vae")), f"{said} (licence: {parts.licence})"
+
+
+def outline(parts: WanParts) -> tuple[CausalWan, WanCodec]:
+    """Transformer and codec of a published base without memory for their weights (meta device), in the dtypes that they
+    are loaded in: enough to say sizes. ValueError for a base that is not known."""
+    if parts.base not in SIZES:
+        raise ValueError(f"the sizes of {parts.base} are not known; known are {', '.join(SIZES)}")
+    model = build(dict(SIZES[parts.base]))
+    for key, p in model.named_parameters():
+        p.data = p.data.to(stored_dtype(key, DTYPES[parts.dtype]))
+    with torch.device("meta"):
+        vae = AutoencoderKLWan()
+    with torch.device("cpu"):
+        return model, WanCodec(vae)
 
 
 def load_vae(folder: Path) -> AutoencoderKLWan:

@@ -6,7 +6,8 @@ at the inputs of every branch, and its distance to what the branch predicted mak
 loss, its protection and what differs from the published code stand in routing.py.
 
 The gradient is exact and holds one chunk's graph: energies of all branches are computed without one, the loss gives
-its derivative with respect to each, and every chunk is run again with that as its weight. Differences besides
+its derivative with respect to each, and every chunk is run again with that as its weight, all branches at once or
+``at_once`` of them. Differences besides
 routing.py's: the context of a later routed chunk is refreshed from the branch's recorded clean latents (there from the
 replaying policy's own prediction); whether a group is protected is read off the fused advantages.
 
@@ -57,6 +58,7 @@ class KVRouting:
     kl_weight: float = 10.0  # of KL(pi || pi_reference) over the branches
     protect: str = "scale"  # when no branch beats the anchor: none, drop the group, or scale it by 1 - pi_anchor
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
+    at_once: int | None = None  # branches in one forward: with 1 a single branch's graph is held; null = all
 
     from_chunk = 0
     credit = "anchor"
@@ -66,8 +68,8 @@ class KVRouting:
         check_choice("objective.args.context_writer", self.context_writer, ("old", "current"))
         above, least, count = "(0, inf)", "[0, inf)", "[1, inf)"
         check_ranges(self, {"routed": count, "nearest": least, "chunks": count, "capacity": count, "tau": above,
-                            "floor": least, "clip_low": "(0, 1]", "clip_high": above, "adv_clip": above,
-                            "kl_weight": least}, "objective.args.")  # fmt: skip
+                            "floor": least, "at_once": count, "clip_low": "(0, 1]", "clip_high": above,
+                            "adv_clip": above, "kl_weight": least}, "objective.args.")  # fmt: skip
 
     @property
     def exploration(self) -> Exploration:
@@ -116,29 +118,32 @@ class KVRouting:
     def losses(
         self, policies, denoiser: Denoiser, record: Record, adv: Tensor, levels: tuple[float, ...]
     ) -> Iterator[tuple[Tensor, dict[str, float]]]:
-        """Yield (loss, metrics) per routed chunk of one group, to be summed: their gradients are that of the loss,
-        their values are not. The anchor is the last row. ``adv`` [G + 1, K]."""
+        """Yield (loss, metrics) per routed chunk of ``at_once`` branches of one group, to be summed: their gradients
+        are that of the loss, their values are not. The anchor is the last row. ``adv`` [G + 1, K]."""
         assert record.steps is not None
         if (record.groups != record.groups[0]).any():
             raise ValueError("a KV-routing group is trained by itself")
         first, group = record.steps.one_first(), len(record) - 1
-        branches = record.rows(slice(0, group))
-        steps = branches.steps
-        assert steps is not None
-        contexts = self._contexts(policies, denoiser, branches, first)
-        t = torch.tensor(levels, device=adv.device)
-        a = adv[:group, first]
+        t, a = torch.tensor(levels, device=adv.device), adv[:group, first]
+        size = self.at_once or group
+        blocks = [record.rows(slice(i, min(i + size, group))) for i in range(0, group, size)]
 
-        def energy(name: str, chunk: int) -> Tensor:
-            x, x0 = (y[:, chunk].transpose(0, 1).flatten(0, 1) for y in (steps.x, steps.x0))  # [S * G, ...]
+        def energy(name: str, block: Record, chunk: int, context: Context) -> Tensor:
+            assert block.steps is not None
+            x, x0 = (y[:, chunk].transpose(0, 1).flatten(0, 1) for y in (block.steps.x, block.steps.x0))  # [S * g, ...]
             with policies.using(name) as model:
-                predicted = model(x, t.repeat_interleave(group), contexts[chunk]).x0
-            now, then = (y.unflatten(0, (len(t), group)).transpose(0, 1) for y in (predicted, x0))
+                predicted = model(x, t.repeat_interleave(len(block)), context).x0
+            now, then = (y.unflatten(0, (len(t), len(block))).transpose(0, 1) for y in (predicted, x0))
             return trajectory_energy(now, then, t, self.floor)
 
+        names = [name for name in ("reference", "old", "current") if name != "reference" or self.kl_weight > 0]
         with torch.no_grad():
-            of = {name: sum((energy(name, p) for p in range(len(contexts))), torch.zeros(group, device=adv.device))
-                  for name in ("reference", "old", "current") if name != "reference" or self.kl_weight > 0}  # fmt: skip
+            found: dict[str, list[Tensor]] = {name: [] for name in names}
+            for block in blocks:
+                contexts = self._contexts(policies, denoiser, block, first)
+                for name in names:
+                    found[name].append(torch.stack([energy(name, block, *of) for of in enumerate(contexts)]).sum(0))
+        of = {name: torch.cat(parts) for name, parts in found.items()}
         tau = self.tau or temperature(of["old"])
         factor = protection(of["old"], tau, self.protect, bool((a > 0).any()))
         _, gradient, metrics = by_energy(
@@ -146,11 +151,12 @@ class KVRouting:
             lambda e: routing_loss(e, of["old"], of.get("reference"), a, tau=tau, clip=(self.clip_low, self.clip_high),
                                    kl_weight=self.kl_weight, factor=factor),
         )  # fmt: skip
-        for chunk in range(len(contexts)):
-            yield (
-                (gradient * energy("current", chunk)).sum().float(),
-                metrics | {"pull": metrics["kl"], "protected": float(factor < 1)},
-            )
+        metrics |= {"pull": metrics["kl"], "protected": float(factor < 1)}
+        for block, weight in zip(blocks, gradient.split(size)):
+            if len(blocks) > 1:  # made again: kept, they would be every branch's past at once
+                contexts = self._contexts(policies, denoiser, block, first)
+            for chunk, context in enumerate(contexts):
+                yield (weight * energy("current", block, chunk, context)).sum().float(), metrics
 
     def _contexts(self, policies, denoiser: Denoiser, record: Record, first: int) -> list[Context]:
         """The ordinary contexts of the routed chunks; the common past is walked as one stream."""

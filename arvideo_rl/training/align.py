@@ -22,7 +22,9 @@ from arvideo_rl.generators.attention import choose
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
+from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
+from arvideo_rl.objectives.contract import Objective
 from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.matching import imbalance, joined_saliency, saliency_weights
@@ -38,7 +40,8 @@ from arvideo_rl.training.checkpoints import (
 )
 from arvideo_rl.training.critic import Critic, leaving
 from arvideo_rl.training.guided import guiding
-from arvideo_rl.training.memory import check_memory, estimate, limit
+from arvideo_rl.training.judges import look, shows_world
+from arvideo_rl.training.memory import at_once, check_memory, estimate, limit
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.pull import Pull, check_pull
 from arvideo_rl.training.reduce import mean_over_processes, sum_gradients
@@ -56,7 +59,6 @@ from arvideo_rl.training.settings import (
     lag_keep,
     weights_of,
 )
-from arvideo_rl.world.verify import VERIFIERS
 from rewards.contract import Clips
 from samplers.exploration import draws
 from samplers.forks import pivot_of
@@ -73,30 +75,16 @@ class Run:
         self.config, self.accelerator = config, accelerator
         self.generator = Generator.load(config.generator).to(accelerator.device)
         streaming = self.generator.streaming
-        if streaming.first_alone:
-            raise ConfigError(
-                "streaming.first_alone=true: videos whose first frame stands alone cannot be trained on here"
-            )
         self.kernel = choose(
             self.generator.transformer, config.attention, trains=True, masked=streaming.past_weight < 1
         )
-        check(config, streaming.chunk, accelerator.num_processes)
-        self.rewards = build_rewards(config.rewards)
-        self.objective = build_objective(config.objective, config.frames // self.generator.streaming.chunk)
-        check_groups(config, self.objective, accelerator.num_processes)
+        asked = asked_for(config, self.generator, accelerator.num_processes)
+        self.rewards, self.objective, self.prompts, self.held_out = asked
         self.guide = guiding(self.objective.exploration.guide, self.rewards, self.generator)
-        check_pull(config.pull, weights_of(config), self.objective)
-        check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, self.objective)
-        if isinstance(self.objective, KVRouting):
-            memory = self.objective.memory(streaming.attention_window(), config.frames)
-            fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
         self.critic: Critic | None = None
         if isinstance(self.objective, DMD):
             self.critic = Critic(self.objective, self.generator, config.frames, config.seed)
-        self.prompts = training_prompts(config.prompts, config.frames)
-        prompt_rows(len(self.prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
-        self.held_out = held_out_of(config)
-        self._check_prompts()
+        self._encode_prompts()
         self.base = base_of(self.generator.transformer, config.policy)
         self.pull = Pull(config.pull)
         moving = config.pull.reference == "dynamic"
@@ -104,8 +92,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             self.policies.parameters().values(), lr=config.lr, weight_decay=config.weight_decay
         )
-        self.memory = estimate(config, self.generator, sum(p.numel() for p in self.policies.parameters().values()))
-        check_memory(self.memory, limit(accelerator.device))
+        if config.checkpointing:
+            self.generator.transformer.enable_gradient_checkpointing()
+        trainable = sum(p.numel() for p in self.policies.parameters().values())
+        self.memory = estimate(config, self.generator, trainable, accelerator.num_processes)
+        check_memory(self.memory, limit(accelerator.device), pixels=accelerator.device.type == "cpu")
         made = made_by(self.generator, self.base["weights"], config, self.objective)
         there = Path(config.replay.path) if config.replay.path else None
         self._replay = Replay(there, made) if there and there.exists() else None
@@ -114,20 +105,19 @@ class Run:
         self.told = False  # of a ratio that was not 1
         self.seconds = 0.0  # spent in steps, over all resumes
 
-    def _check_prompts(self) -> None:
-        """ConfigError for a prompt file that the generator or a reward could do nothing with."""
+    def _encode_prompts(self) -> None:
+        """Encode a file's prompts once; ConfigError for one that the generator cannot read."""
         source = self.config.prompts.source
         if source == "world":
             return
-        if len(self.held_out) < self.accelerator.num_processes:
-            raise ConfigError(f"{source} holds out {len(self.held_out)} prompts, fewer than there are processes")
         try:
-            self.generator.script([*self.prompts.texts, *self.held_out.texts])
+            with self.accelerator.main_process_first():  # what is slow to encode is kept on disk for the others
+                for text in (*self.prompts.texts, *self.held_out.texts):
+                    self.generator.script([text])
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from None
-        for name, (reward, _) in self.rewards.items():
-            if "actions" in reward.needs and not self.prompts.actions[:, 1:].any():
-                raise ConfigError(f'rewards.{name} needs actions, but {source} has none; use a .jsonl with "actions"')
+        if isinstance(self.generator.text_encoder, Umt5):
+            self.generator.text_encoder.forget()  # all prompts are known now, and it is larger than what is trained
 
     def step(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
@@ -170,9 +160,9 @@ class Run:
 
     def _looks(self, clips: Clips, prompts: Prompts) -> dict[str, float]:
         """What verifiers say of the branches of all processes, and how they look."""
-        actions, out = prompts.actions[:, : clips.frames.shape[1]], {}
-        looks = {f"verifier/{k}": verify(clips.frames, list(prompts.texts), actions) for k, verify in VERIFIERS.items()}
-        looks |= {f"picture/{k}": value for k, value in appearance(clips.frames).items()}
+        seen, out = appearance(clips.frames), {}
+        looks = {f"verifier/{k}": v for k, v in look(self.generator, clips.frames, prompts).items() if k not in seen}
+        looks |= {f"picture/{k}": value for k, value in seen.items()}
         for name, value in looks.items():  # NaN where the prompt is not the world's
             both = torch.stack([value.nansum(), (~value.isnan()).sum().float()]).to(self.accelerator.device)
             total, count = self.accelerator.reduce(both, "sum").tolist()
@@ -237,10 +227,11 @@ class Run:
             with torch.no_grad(), self.policies.using("old") as model:
                 if isinstance(objective, KVRouting):
                     memory = objective.memory(self.generator.streaming.attention_window(), config.frames)
-                    records.append(roll_out_routed(self.generator, model, *asked, memory))
+                    records.append(roll_out_routed(self.generator, model, *asked, memory, config.rollout_batch))
                 else:
                     pivot = pivot_of(keys[0], objective.from_chunk, chunks)
-                    records.append(roll_out(generator, model, *asked, objective.exploration, pivot, self.guide))
+                    explored = (objective.exploration, pivot, self.guide, config.rollout_batch)
+                    records.append(roll_out(generator, model, *asked, *explored))
         prompts = self.prompts.take([row for row, _ in mine])
         return Record.cat(records, script_of(self.generator, prompts)), prompts
 
@@ -318,20 +309,18 @@ class Run:
         parameters = list(self.policies.parameters().values())
         gap = None
         exploration = self.objective.exploration
-        size = config.group if exploration.forks else config.update_batch
-        for i in range(0, len(record), size):
-            part = record.rows(slice(i, i + size))
+        whole_group = config.group if exploration.forks else len(record)
+        for rows in update_rows(len(record), whole_group, at_once(config, self.objective)):
+            part = record.rows(rows)
             pivot = part.steps.one_first() if exploration.forks and part.steps is not None else None
             draw = draws(exploration, part.keys, self.generator.latent_shape, part.latents.device, pivot)
             denoiser = self.generator.denoiser(self.policies, part.script, draw)
-            if i == 0 and not self.policies.old_is_current:
+            if rows.start == 0 and not self.policies.old_is_current:
                 old, current = (lambda n=n: self.policies.using(n) for n in ("old", "current"))
                 gap = context_gap(denoiser, part.latents, old, current)
             # levels, noise and anchors of an update are new also where a branch is replayed
             part = replace(part, keys=[replace(k, seed=config.seed, iteration=self.iteration) for k in part.keys])
-            for loss, metrics in self.objective.losses(
-                self.policies, denoiser, part, adv[i : i + len(part)], streaming.levels
-            ):
+            for loss, metrics in self.objective.losses(self.policies, denoiser, part, adv[rows], streaming.levels):
                 self.policies.check_backward()
                 (loss * len(part) / whole).backward()
                 for k, v in metrics.items():
@@ -402,6 +391,39 @@ class Run:
                 f"after iteration {self.iteration} process {odd[0]} holds other weights than process 0: gradients were "
                 "not summed over all processes; the last checkpoint is from before"
             )
+
+
+def update_rows(total: int, group: int, size: int) -> list[slice]:
+    """Micro-batches of at most ``size`` of ``total`` rows, none of which crosses a border between groups."""
+    starts = ((i, j) for i in range(0, total, group) for j in range(i, min(i + group, total), size))
+    return [slice(j, min(j + size, i + group, total)) for i, j in starts]
+
+
+def asked_for(config: AlignConfig, generator: Generator, processes: int) -> tuple[dict, Objective, Prompts, Prompts]:
+    """(rewards, objective, training prompts, held-out prompts) of a configuration that can run with ``generator``, of
+    which the weights are not looked at; ConfigError for one that cannot."""
+    streaming, world = generator.streaming, shows_world(generator)
+    if streaming.first_alone:
+        raise ConfigError("streaming.first_alone=true: videos whose first frame stands alone cannot be trained on here")
+    check(config, streaming.chunk, processes, world)
+    rewards = build_rewards(config.rewards)
+    objective = build_objective(config.objective, config.frames // streaming.chunk)
+    check_groups(config, objective, processes)
+    check_pull(config.pull, weights_of(config), objective)
+    check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, objective)
+    if isinstance(objective, KVRouting):
+        memory = objective.memory(streaming.attention_window(), config.frames)
+        fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
+    prompts = training_prompts(config.prompts, config.frames)
+    prompt_rows(len(prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
+    held_out = held_out_of(config, world)
+    source = config.prompts.source
+    if source != "world" and len(held_out) < processes:
+        raise ConfigError(f"{source} holds out {len(held_out)} prompts, fewer than there are processes")
+    for name, (reward, _) in rewards.items() if source != "world" else ():
+        if "actions" in reward.needs and not prompts.actions[:, 1:].any():
+            raise ConfigError(f'rewards.{name} needs actions, but {source} has none; use a .jsonl with "actions"')
+    return rewards, objective, prompts, held_out
 
 
 def base_of(transformer: CausalWan, policy: PolicyConfig) -> dict[str, Any]:

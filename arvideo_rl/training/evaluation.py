@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 
-from arvideo_rl.config import check_choice
+from arvideo_rl.config import ConfigError, check_choice
 from arvideo_rl.generators.attention import choose
 from arvideo_rl.outputs import check_file
 from arvideo_rl.training.aligned import load_any
 from arvideo_rl.training.compare import HeldOut, Measured, check_held_out, compare, measure
-from arvideo_rl.training.prompts import STYLES, held_out_prompts
+from arvideo_rl.training.judges import shows_world
+from arvideo_rl.training.prompts import STYLES, PromptConfig, Prompts
+from arvideo_rl.training.settings import AlignConfig, held_out_of
 from arvideo_rl.world.verify import frechet
 from rewards import registry
 from rewards.contract import Reward
 from rewards.inverse_dynamics import InverseDynamics
+
+SCORE = {"score": "expected_accuracy"}  # of the recipes for the tiny generator
 
 
 @dataclass
@@ -27,9 +31,10 @@ class EvaluateConfig:
 
     generator: str = "tiny"  # a shipped name, a generator folder, a run, RUN@best or RUN@STEP
     against: str = ""  # measure this one too, as "before"
-    style: str = "joystick"  # actions of the held-out prompts: joystick or smooth
+    prompts: str = ""  # a prompt file, of which the prompts that a run on it holds out are taken; empty: the world's
+    style: str = "joystick"  # actions of the world's held-out prompts: joystick or smooth
     reward: str = "inverse_dynamics"  # a short name (arvideo rewards list) or module:attribute
-    args: dict[str, Any] = field(default_factory=lambda: {"score": "expected_accuracy"})  # arguments of the reward
+    args: dict[str, Any] = field(default_factory=dict)  # arguments of the reward; for inverse_dynamics else SCORE
     attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
     out: str = ""  # also write the numbers here, as .json
     held_out: HeldOut = field(default_factory=HeldOut)  # its margins are of the comparison with against=
@@ -41,21 +46,27 @@ class Job:
 
     config: EvaluateConfig
     reward: Reward
+    prompts: Prompts
     loaded: list[tuple[str, Any]]  # (source, what load_any gave), "before" first
     kernel: str  # that computes attention
 
 
 def prepare(config: EvaluateConfig) -> Job:
     """Load and check; ConfigError or ValueError for what cannot be measured or written. Writes nothing."""
-    check_held_out(config.held_out)
     check_choice("style", config.style, STYLES)
     if config.out:
         check_file(Path(config.out), suffixes=(".json",))
-    reward = registry.build(config.reward, **config.args)
+    reward = registry.build(config.reward, **(config.args or (SCORE if config.reward == "inverse_dynamics" else {})))
     registry.prepare(reward)
     loaded = [(s, load_any(s)) for s in (config.against, config.generator) if s]
+    world = all(shows_world(g) for _, (g, _, _) in loaded)
+    check_held_out(config.held_out, world=world)
+    if not (world or config.prompts):
+        raise ConfigError(f"prompts= is empty: the world's prompts say nothing to {config.generator}; give a file")
+    source = PromptConfig(config.prompts or "world", style=config.style)
+    prompts = held_out_of(AlignConfig(prompts=source, held_out=config.held_out), world)
     said = [choose(model, config.attention, masked=g.streaming.past_weight < 1) for _, (g, model, _) in loaded]
-    return Job(config, reward, loaded, said[-1])
+    return Job(config, reward, prompts, loaded, said[-1])
 
 
 @torch.no_grad()
@@ -63,9 +74,8 @@ def run(job: Job) -> dict[str, Any]:
     """Measure. With ``against`` the comparison as :func:`compare` gives it, else value, standard error and number of
     prompts by name."""
     config, size = job.config, job.config.held_out
-    prompts = held_out_prompts(size.prompts, size.frames, config.style, size.skip)
     rewards = {config.reward: (job.reward, 1.0)}
-    found = [measure(g, m, prompts, rewards, size, f"measuring {s}") for s, (g, m, _) in job.loaded]
+    found = [measure(g, m, job.prompts, rewards, size, f"measuring {s}") for s, (g, m, _) in job.loaded]
     if config.against:
         return compare(found[0], found[1], {config.reward: 1.0}, size)
     return alone(found[0])
@@ -80,6 +90,7 @@ def alone(found: Measured) -> dict[str, dict[str, float]]:
         n = len(by_prompt)
         se = by_prompt.std().item() / math.sqrt(n) if n > 1 else math.nan
         out[key] = {"value": by_prompt.mean().item(), "se": se, "n": n}
-    distance = frechet(found.features.flatten(0, -2), *InverseDynamics("idm_heldout").frechet_reference)
-    out["frechet"] = {"value": distance, "n": len(found.features)}
+    if found.features is not None:
+        distance = frechet(found.features.flatten(0, -2), *InverseDynamics("idm_heldout").frechet_reference)
+        out["frechet"] = {"value": distance, "n": len(found.features)}
     return out

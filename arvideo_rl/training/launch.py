@@ -13,13 +13,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.hub import NotHere
+from arvideo_rl.generators.policies import trained_parameters
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
-from arvideo_rl.training.align import Run
+from arvideo_rl.training.align import Run, asked_for
 from arvideo_rl.training.checkpoints import best, sync, tidy
 from arvideo_rl.training.compare import Measured, compare
+from arvideo_rl.training.cost import told
 from arvideo_rl.training.export import export
 from arvideo_rl.training.interrupt import Alarmed, Stop
+from arvideo_rl.training.memory import estimate
 from arvideo_rl.training.outcome import finish
 from arvideo_rl.training.probe import measure_shared
 from arvideo_rl.training.settings import FREE_ON_RESUME, AlignConfig, fixed, notes, plan, weights_of
@@ -120,11 +125,17 @@ def accelerate_on_known_ground() -> Accelerator:
 
 
 def dry_run(config: AlignConfig) -> dict[str, str]:
-    """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name."""
+    """Everything short of running: build all parts, refuse what cannot work, return derived sizes by name. Of a
+    published Wan whose weights are not here, what follows from its sizes."""
     folder = Path(config.out) / config.name
     begun = rundir.look(folder, "align", fixed(config), FREE_ON_RESUME)
-    run = Run(config, accelerate_on_known_ground())
-    sizes = plan(config, run.generator, sum(p.numel() for p in run.policies.parameters().values()), run.memory)
+    accelerator = accelerate_on_known_ground()
+    try:
+        run = Run(config, accelerator)
+    except NotHere as error:
+        return _without_weights(config, accelerator.num_processes, error)
+    trainable = sum(p.numel() for p in run.policies.parameters().values())
+    sizes = plan(config, run.generator, trainable, run.memory, told(config, run.generator))
     sizes["attention"] = run.kernel.removeprefix("attention ")
     sizes |= {f"note {i}": text for i, text in enumerate(notes(config, run.generator), 1)}
     if config.replay.path:
@@ -137,6 +148,20 @@ def dry_run(config: AlignConfig) -> dict[str, str]:
     elif begun and run.restore(folder):
         sizes["state"] = f"would continue after iteration {run.iteration}"
     return sizes
+
+
+def _without_weights(config: AlignConfig, processes: int, missing: NotHere) -> dict[str, str]:
+    """What a configuration comes to by the sizes of its generator alone; ``missing`` where those are not known."""
+    try:
+        generator = Generator.outline(config.generator)
+    except ValueError:
+        raise missing from None
+    asked_for(config, generator, processes)
+    trainable = trained_parameters(generator.transformer, config.policy)
+    needed = estimate(config, generator, trainable, processes)
+    sizes = plan(config, generator, trainable, needed, told(config, generator))
+    sizes |= {f"note {i}": text for i, text in enumerate(notes(config, generator), 1)}
+    return sizes | {"weights": f"{missing} - the rest is from the published sizes"}
 
 
 def _finished(folder: Path, config: AlignConfig) -> str:

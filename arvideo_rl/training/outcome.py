@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.nn.functional import interpolate
 
 from arvideo_rl import media
 from arvideo_rl.progress import console
@@ -16,7 +17,8 @@ from arvideo_rl.training.compare import Measured
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.world.scene import ACTIONS
 
-SHOWN = 6  # the first held-out prompts, never chosen by how they look
+WIDTH = 192  # pixels to which small videos are enlarged
+CELLS = 12  # frames of a large video on a contact sheet
 SAMPLES = 4  # videos kept of every moment of a run that is sampled
 ARROWS = {0: " ", 1: "o", 2: "<", 3: ">", 4: "^", 5: "v"}
 
@@ -59,42 +61,57 @@ def sentence(result: dict[str, Any]) -> str:
 
 
 def commands(actions: torch.Tensor) -> str:
-    """Actions [T] as text, one sign a frame: < > turn, ^ v move, o stay."""
-    return "".join(ARROWS[int(a)] for a in actions)
+    """Actions [T] as text, one sign a frame: < > turn, ^ v move, o stay; empty where nothing is commanded."""
+    return "".join(ARROWS[int(a)] for a in actions) if actions.any() else ""
 
 
 def videos(folder: Path, before: Measured, after: Measured, prompts: Prompts, fps: float) -> list[Path]:
-    """Write the first held-out prompts side by side (left before, right after), a contact sheet, and videos.json: a
-    list of objects with file, prompt, actions, and the scores of both halves by name (null where not measured)."""
+    """Write the kept held-out videos side by side (left before, right after), a contact sheet, and videos.json: a list
+    of objects with file, prompt, actions, and the scores of both halves by name (null where not measured)."""
     folder.mkdir(parents=True, exist_ok=True)
     written, rows, labels, facts = [], [], [], []
-    for p in range(min(SHOWN, len(prompts))):
-        left, right = before.pixels[p, 0], after.pixels[p, 0]
+    told = next(k for k in ("actions_other_judge", *after.values) if k in after.values)  # else the first reward
+    for p, (left, right) in enumerate(zip(before.pixels, after.pixels)):
         path = folder / f"{p:02d}.mp4"
-        media.write_video(path, media.side_by_side(left, right, gap=2), fps, scale=6)
+        media.write_video(path, media.side_by_side(left, right, gap=2), fps, scale=enlarged(left))
         written.append(path)
+        acts = commands(prompts.actions[p, : len(left)])
         facts.append({
-            "file": path.name, "prompt": prompts.texts[p], "actions": commands(prompts.actions[p, : len(left)]),
+            "file": path.name, "prompt": prompts.texts[p], "actions": acts,
             "before": scores_of(before, p), "after": scores_of(after, p),
         })  # fmt: skip
-        scores = [f"{m.values['actions_other_judge'][p, 0]:.2f}" for m in (before, after)]
-        for name, clip, s in zip(("before", "after "), (left, right), scores):
-            rows.append(clip)
-            labels.append(f"{name} actions {s} | {commands(prompts.actions[p, : len(clip)])} | {prompts.texts[p]}")
-    sheet = media.contact_sheet(rows, labels=labels, scale=3)
+        scores = [f"{m.values[told][p, 0]:.2f}" for m in (before, after)]
+        name = told.removeprefix("reward/").replace("actions_other_judge", "actions")
+        for when, clip, s in zip(("before", "after "), (left, right), scores):
+            rows.append(small(clip))
+            labels.append(" | ".join(x for x in (f"{when} {name} {s}", acts, prompts.texts[p]) if x))
+    sheet = media.contact_sheet(rows, labels=labels, scale=max(1, enlarged(rows[0]) // 2))
     path = folder / "before_after.png"
     media.write_sheet(path, sheet)
     rundir.write_json(folder / "videos.json", facts)
     return [path, *written]
 
 
+def enlarged(clip: torch.Tensor) -> int:
+    """How many times a small video [T, 3, H, W] is enlarged."""
+    return max(1, WIDTH // clip.shape[-1])
+
+
+def small(clip: torch.Tensor) -> torch.Tensor:
+    """A video [T, 3, H, W] uint8 as it goes on a contact sheet: one wider than WIDTH as wide, at most CELLS frames."""
+    if clip.shape[-1] <= WIDTH:
+        return clip
+    clip = clip[:: -(-len(clip) // CELLS)]
+    size = (round(clip.shape[-2] * WIDTH / clip.shape[-1]), WIDTH)
+    return interpolate(clip.float(), size, mode="area").round().to(torch.uint8)
+
+
 def samples(folder: Path, measured: Measured, prompts: Prompts, fps: float) -> None:
     """Write the first videos of a measurement made during a run, and samples.json: a list of objects with file, prompt,
     actions and scores by name."""
     facts = []
-    for p in range(min(SAMPLES, len(prompts))):
-        clip = measured.pixels[p, 0]
-        media.write_video(folder / f"{p:02d}.mp4", clip, fps, scale=6)
+    for p, clip in enumerate(measured.pixels[:SAMPLES]):
+        media.write_video(folder / f"{p:02d}.mp4", clip, fps, scale=enlarged(clip))
         facts.append({
             "file": f"{p:02d}.mp4", "prompt": prompts.texts[p],
             "actions": commands(prompts.actions[p, : len(clip)]), "scores": scores_of(measured, p),

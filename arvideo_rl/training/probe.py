@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arvideo_rl.training.alarm import fall
 from arvideo_rl.training.align import Run
-from arvideo_rl.training.compare import HeldOut, Measured, measure
+from arvideo_rl.training.compare import SHOWN, HeldOut, Measured, measure
 from arvideo_rl.training.prompts import Prompts, held_out_prompts
 
 SKIP = 1_000_000  # held-out prompts of the world that no comparison reaches
@@ -61,14 +61,36 @@ def values(measured: Measured) -> dict[str, Tensor]:
 
 
 def measure_shared(run: Run, prompts: Prompts, size: HeldOut, which: str, title: str) -> Measured:
-    """Measure ``prompts`` under policy ``which``, each process its share; every process gets the whole."""
+    """Measure ``prompts`` under policy ``which``, each process its share; every process gets all numbers, the main one
+    also the few videos that are kept."""
     n, i = run.accelerator.num_processes, run.accelerator.process_index
-    mine = prompts.take(list(range(len(prompts)))[len(prompts) * i // n : len(prompts) * (i + 1) // n])
+    bounds = [len(prompts) * j // n for j in range(n + 1)]
+    kept = [min(b, SHOWN) - min(a, SHOWN) for a, b in zip(bounds, bounds[1:])]
+    mine = prompts.take(list(range(bounds[i], bounds[i + 1])))
     with torch.no_grad(), run.policies.using(which) as model:
-        found = measure(run.generator, model, mine, run.rewards, size, title)
-    whole = Measured.join(gather_object([found]) if n > 1 else [found])
-    assert len(whole.pixels) == len(prompts)
-    return whole
+        found = measure(run.generator, model, mine, run.rewards, size, title, kept[i])
+    if n == 1:
+        return found
+    shape = found.pixels.shape[1:]
+    numbers = Measured.join(gather_object([replace(found, pixels=found.pixels[:0])]))
+    return replace(numbers, pixels=_to_main(run, found.pixels, kept, shape))
+
+
+def _to_main(run: Run, pixels: Tensor, kept: list[int], shape: torch.Size) -> Tensor:
+    """The videos of all processes, on the main one; sent one by one, because gathered they would be everywhere, once
+    for every process."""
+    device = run.accelerator.device
+    if not run.accelerator.is_main_process:
+        if len(pixels):
+            torch.distributed.send(pixels.to(device), 0)
+        return pixels
+    parts = [pixels]
+    for source, count in enumerate(kept[1:], 1):
+        if count:
+            buffer = torch.empty(count, *shape, dtype=torch.uint8, device=device)
+            torch.distributed.recv(buffer, source)
+            parts.append(buffer.cpu())
+    return torch.cat(parts)
 
 
 def trained(run: Run, values: dict[str, Tensor]) -> Tensor:

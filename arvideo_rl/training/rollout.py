@@ -31,40 +31,52 @@ def roll_out(
     exploration: Exploration = INDEPENDENT,
     pivot: int = 0,
     guide: Reward | None = None,
+    batch: int | None = None,
 ) -> Record:
-    """Generate one branch per row of ``prompts``, each under its own key. ``frames`` must be whole chunks. With an
-    exploration that forks, all rows are one group, which has one past up to chunk ``pivot``. ``guide`` is the
-    reward that an exploration with a guide follows (guided.py)."""
+    """Generate one branch per row of ``prompts``, each under its own key, at most ``batch`` of them at once. ``frames``
+    must be whole chunks. With an exploration that forks, all rows are one group, which has one past up to chunk
+    ``pivot``. ``guide`` is the reward that an exploration with a guide follows (guided.py)."""
     if generator.streaming.joint:
         raise ValueError("streaming.joint=true: what was denoised jointly cannot be trained on; set it to false")
     first = pivot if exploration.forks else 0
     start = generator.streaming.attention_window().chunks(frames)[first][0]
-    device, parts, context = generator.transformer.device, [], None
+    device, past = generator.transformer.device, []
     transitions = len(generator.streaming.levels) - 1
+    kernels = exploration.kernels(keys[0].iteration, transitions)
     if start:
         draw = draws(exploration, keys[:1], generator.latent_shape, device, pivot, transitions)
         script = script_of(generator, prompts.take([0]))
         past = list(generator.stream(model, script, draw, start, to_continue=True))
-        parts = [torch.cat([c.latents for c in past], 1).expand(len(keys), -1, -1, -1, -1)]
-        context = past[-1].context.fork(len(keys))
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        before = torch.cat([c.latents for c in past], 1)
+    found = []
+    for rows in (range(len(keys))[i : i + (batch or len(keys))] for i in range(0, len(keys), batch or len(keys))):
+        seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def keep(chunk: int, step: int, x: Tensor, x0: Tensor) -> None:
-        if chunk == first or not exploration.forks:
-            seen.setdefault(chunk, []).append((x, x0))
+        def keep(chunk: int, step: int, x: Tensor, x0: Tensor, seen=seen) -> None:
+            if chunk == first or not exploration.forks:
+                seen.setdefault(chunk, []).append((x, x0))
 
-    draw = draws(exploration, keys, generator.latent_shape, device, pivot, transitions)
-    script, kernels = script_of(generator, prompts), exploration.kernels(keys[0].iteration, transitions)
-    judge = None if guide is None else judge_of(guide, generator, prompts)
-    guidance = exploration.guidance(judge, keys[0].iteration, transitions)
-    tail = generator.stream(model, script, draw, frames, context=context, start=start, kernel=kernels,
-                            guidance=guidance, seen=keep if exploration.steps else None)  # fmt: skip
-    latents = torch.cat([*parts, *(c.latents for c in tail)], 1)
-    steps = None
-    if exploration.steps:
-        x, x0 = (torch.stack([torch.stack([s[i] for s in one], 1) for one in seen.values()], 1) for i in (0, 1))
-        steps = Steps(x, x0, torch.full((len(keys),), first))
-    return Record(latents, script, keys, groups, steps)
+        mine = [keys[i] for i in rows]
+        draw = draws(exploration, mine, generator.latent_shape, device, pivot, transitions)
+        context = past[-1].context.fork(len(rows)) if past else None
+        some = prompts.take(list(rows))
+        judge = None if guide is None else judge_of(guide, generator, some)
+        tail = generator.stream(
+            model, script_of(generator, some), draw, frames, context=context, start=start, kernel=kernels,
+            guidance=exploration.guidance(judge, keys[0].iteration, transitions),
+            seen=keep if exploration.steps else None,
+        )  # fmt: skip
+        parts = [before.expand(len(rows), -1, -1, -1, -1)] if past else []
+        latents = torch.cat([*parts, *(c.latents for c in tail)], 1)
+        found.append((latents, *steps_of(seen)))
+    latents, *kept = (torch.cat(x) for x in zip(*found))
+    steps = Steps(*kept, torch.full((len(keys),), first)) if kept else None
+    return Record(latents, script_of(generator, prompts), keys, groups, steps)
+
+
+def steps_of(seen: dict[int, list[tuple[Tensor, Tensor]]]) -> tuple[Tensor, ...]:
+    """Inputs and predictions [B, P, S, ...] of what was seen by chunk; nothing of nothing."""
+    return tuple(torch.stack([torch.stack([s[i] for s in one], 1) for one in seen.values()], 1) for i in (0, 1) if seen)
 
 
 def script_of(generator: Generator, prompts: Prompts) -> Script:
@@ -74,10 +86,10 @@ def script_of(generator: Generator, prompts: Prompts) -> Script:
 
 
 def clips_of(generator: Generator, record: Record, prompts: Prompts) -> Clips:
-    """Decode a record into what rewards read. Commands go with pixel frames, so a codec that makes several of a frame
-    leaves them out."""
+    """Decode a record into what rewards read, one video at a time: a decoder holds far more than it gives. Commands go
+    with pixel frames, so a codec that makes several of a frame leaves them out."""
     codec, frames = generator.codec, record.latents.shape[1]
-    pixels = codec.decode(record.latents).float().cpu()
+    pixels = torch.cat([codec.decode(one).float().cpu() for one in record.latents.split(1)])
     return Clips(
         frames=pixels,
         fps=generator.streaming.fps,

@@ -10,7 +10,7 @@ from arvideo_rl.generators.routing import Routed, routed_span
 from arvideo_rl.generators.spans import Span, crop
 from arvideo_rl.objectives.record import Record, Steps
 from arvideo_rl.training.prompts import Prompts
-from arvideo_rl.training.rollout import script_of
+from arvideo_rl.training.rollout import script_of, steps_of
 from samplers.randomness import Key, shared
 from samplers.routes import Memory, fork_frame, route
 from samplers.stream import draw_from, stream
@@ -18,10 +18,12 @@ from samplers.stream import draw_from, stream
 
 @torch.no_grad()
 def roll_out_routed(
-    generator: Generator, model, prompts: Prompts, keys: list[Key], frames: int, groups: Tensor, memory: Memory
-) -> Record:
-    """Rows of one group: branches, and the anchor in the last row, which reads its ordinary past. All draws are shared,
-    so that only what they read tells the rows apart. Steps are recorded for the routed chunks."""
+    generator: Generator, model, prompts: Prompts, keys: list[Key], frames: int, groups: Tensor, memory: Memory,
+    batch: int | None = None,
+) -> Record:  # fmt: skip
+    """Rows of one group: branches, at most ``batch`` at once, and the anchor in the last row, which reads its ordinary
+    past. All draws are shared, so that only what they read tells the rows apart. Steps are recorded for the routed
+    chunks."""
     branches = len(keys) - 1
     start = fork_frame(keys[0], memory, frames, branches)
     sets = route(keys[0], memory, start, branches)
@@ -37,7 +39,9 @@ def roll_out_routed(
     stop = start + memory.chunks * memory.chunk
     chunks = [c for c in window.chunks(frames) if c[0] >= start]
     rows, first = [], start // memory.chunk
-    for count in (branches, 1):
+    blocks = [sets[i : i + (batch or branches)] for i in range(0, branches, batch or branches)]
+    for some in (*blocks, None):  # None: the anchor
+        count = len(some) if some else 1
         seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
         def keep(chunk: int, step: int, x: Tensor, x0: Tensor, seen=seen) -> None:
@@ -49,13 +53,12 @@ def roll_out_routed(
 
         script = script_of(generator, prompts.take([0] * count))
         denoiser = generator.denoiser(model, script, draw_rows, fixed=True)
-        if count == branches:
-            span = routed_span(archive, sets, start - memory.nearest, context.adjacent)
+        if some:
+            span = routed_span(archive, some, start - memory.nearest, context.adjacent)
             denoiser = Routed(denoiser, span, memory.nearest, start, stop)  # type: ignore[assignment]
         tail = stream(denoiser, chunks, levels, draw_rows, context=context.fork(count), to_continue=False, seen=keep)
         latents = torch.cat([c.latents for c in tail], 1)
-        x, x0 = (torch.stack([torch.stack([s[i] for s in each], 1) for each in seen.values()], 1) for i in (0, 1))
-        rows.append((latents, x, x0))
+        rows.append((latents, *steps_of(seen)))
     latents, x, x0 = (torch.cat(part) for part in zip(*rows))
     before = torch.cat([c.latents for c in past], 1).expand(len(keys), -1, -1, -1, -1)
     steps = Steps(x, x0, torch.full((len(keys),), first))

@@ -25,6 +25,7 @@ from arvideo_rl.objectives.pairs import Pairs
 from arvideo_rl.outputs import check_folder
 from arvideo_rl.training.alarm import ACTIONS, FEWEST
 from arvideo_rl.training.compare import HeldOut, check_held_out, least_prompts
+from arvideo_rl.training.judges import LOOKS, shows_world
 from arvideo_rl.training.prompts import (
     HELD_OUT_FRAMES,
     HELD_OUT_SEED,
@@ -45,7 +46,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "dmd": DMD,
 }  # fmt: skip
 LAGS = ("none", "nft", "slow", "frozen")
-FREE_ON_RESUME = ("iterations", "checkpoint_every", "keep_last", "alarm", "out", "name")
+FREE_ON_RESUME = ("iterations", "checkpointing", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
 
 @dataclass
@@ -108,6 +109,7 @@ class AlignConfig:
     lag: str = "none"  # how far the old policy trails: none, nft, slow, frozen
     rollout_batch: int = 32  # branches generated at once
     update_batch: int = 16  # branches in one backward
+    checkpointing: bool = False  # compute every block again in the backward: far less memory, a third more time
     updates: int = 1  # optimizer steps on one set of rollouts; more than one needs an objective that limits them
     checkpoint_every: int = 10
     keep_last: int = 3  # checkpoints kept, besides the best one
@@ -123,10 +125,14 @@ def lag_keep(law: str, iteration: int) -> float:
     return laws[law]
 
 
-def check(config: AlignConfig, chunk: int, processes: int) -> None:
-    """Refuse what cannot run, before anything runs; messages name the nearest values that can."""
+def check(config: AlignConfig, chunk: int, processes: int, world: bool = True) -> None:
+    """Refuse what cannot run, before anything runs; messages name the nearest values that can. ``world``: whether the
+    generator's videos can show the embedded world (judges.py)."""
     check_ranges(config, RANGES)
-    check_held_out(config.held_out, processes)
+    check_held_out(config.held_out, processes, world)
+    if not world and config.prompts.source == "world":
+        raise ConfigError(f"prompts.source=world: those captions are the embedded world's, and {config.generator} does "
+                          "not show it; give a file with a prompt a line")  # fmt: skip
     if config.name in ("", ".", "..") or "/" in config.name:
         raise ConfigError(f"name={config.name!r}: give the run a name without slashes")
     check_folder(Path(config.out) / config.name)
@@ -204,23 +210,30 @@ def notes(config: AlignConfig, generator: Generator) -> list[str]:
             out.append(f"{key}={frames} goes past the {trained} frames the generator was trained on: quality may drift")
     if config.prompts.source != "world":
         out.append(own_prompts(Path(config.prompts.source), config.frames)[2])
-        used = held_out_of(config)
+        used = held_out_of(config, shows_world(generator))
         if used.ids[0] >= HELD_OUT_SEED:
             out.append(f"the comparison is on {len(used)} held-out prompts of the world")
         elif len(used) < config.held_out.prompts:
             out.append(f"the comparison is on {len(used)} prompts, not held_out.prompts={config.held_out.prompts}")
+    if not shows_world(generator):
+        out.append(f"compared by the rewards and by {', '.join(LOOKS)}: verifiers of the embedded world have "
+                   f"nothing to say of {config.generator}")  # fmt: skip
     return out
 
 
-def held_out_of(config: AlignConfig) -> Prompts:
+def held_out_of(config: AlignConfig, world: bool = True) -> Prompts:
     """The prompts a run is compared on: those its own file holds out, else (or where they are too few to compare
-    anything) the world's, with the style the run trains on."""
+    anything) the world's, with the style the run trains on. ConfigError where neither will do."""
     size = config.held_out
     if config.prompts.source != "world":
         own = own_prompts(Path(config.prompts.source), max(HELD_OUT_FRAMES, size.frames + 3))[1]
         rows = list(range(len(own)))[size.skip : size.skip + size.prompts]
-        if len(rows) >= least_prompts(size):
+        if len(rows) >= least_prompts(size, world=world):
             return own.take(rows)
+        if not world:
+            raise ConfigError(f"{config.prompts.source} holds out {len(rows)} prompts, and a comparison needs "
+                              f"{least_prompts(size, world=world)}: of 10 or more different texts every fifth is held "
+                              "out, so add prompts")  # fmt: skip
     return held_out_prompts(size.prompts, size.frames, config.prompts.style, size.skip)
 
 
@@ -280,22 +293,29 @@ def build_objective(part: Method, chunks: int) -> Objective:
     return objective
 
 
-def plan(config: AlignConfig, generator: Generator, trainable: int, memory: dict[str, int]) -> dict[str, str]:
-    """Sizes that follow from the configuration, as text by name; ``memory`` in bytes, see memory.py."""
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def plan(
+    config: AlignConfig, generator: Generator, trainable: int, memory: dict[str, int], costs: dict[str, str]
+) -> dict[str, str]:
+    """Sizes that follow from the configuration, as text by name; ``memory`` is of memory.py, ``costs`` of cost.py."""
     s, model = generator.streaming, generator.transformer
-    levels, chunks = len(s.levels), config.frames // s.chunk
+    chunks = config.frames // s.chunk
     branches = config.prompts_per_step * config.group
     objective = build_objective(config.objective, chunks)
     usable, m = objective.levels_trained(s.levels)
     weights = sum(p.numel() for k, p in model.named_parameters() if "lora_" not in k)
-    return {
+    out = {
         "branches per update": f"{config.prompts_per_step} prompts x {config.group} = {branches}",
         "chunks per branch": f"{config.frames} frames / {s.chunk} = {chunks}",
         "noise levels": ", ".join(f"{t:.4g}" for t in s.levels) + f" ({m} of {usable} trained per chunk)",
         "window": f"{s.window} frames, sink {s.sink}, {s.positions}",
-        "forwards per iteration": f"{branches * chunks * (levels + 1)} of one chunk to roll out",
         "trained parameters": f"{trainable:,} of {weights:,}",
-        "memory": ", ".join(f"{name} {n / 2**20:.0f} MiB" for name, n in memory.items()) + " (about)",
-        "held-out comparison": f"{config.held_out.prompts} prompts x {config.held_out.noises} noises x "
-        f"{config.held_out.frames} frames, before and after",
+        "memory": f"about {_bytes(sum(n for k, n in memory.items() if k != 'pixels'))} at most: "
+        + ", ".join(f"{name} {_bytes(n)}" for name, n in memory.items() if n and name != "pixels")
+        + f"; pixels {_bytes(memory.get('pixels', 0))} (of the machine, not a GPU)",
     }
+    compared = f"{config.held_out.prompts} prompts x {config.held_out.noises} noises x {config.held_out.frames} frames"
+    return out | costs | {"held-out comparison": f"{compared}, before and after"}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from arvideo_rl.training.compare import HeldOut, Measured, compare, paired, paired_frechet, variety
+from arvideo_rl.training.compare import HeldOut, Measured, compare, paired, paired_frechet, sky_and_ground, variety
 from arvideo_rl.training.evaluation import alone
 from rewards.inverse_dynamics import InverseDynamics
 
@@ -31,7 +31,7 @@ def measured(seed: int, gain: float = 0.0, sharper: float = 0.0, spread: float =
     noise = torch.randn(32, 2, generator=rng) * 0.02
     features = torch.randn(32, 2, 8, 64, generator=torch.Generator().manual_seed(seed)) * spread
     values = {"reward/actions": 0.5 + gain + noise, "sharpness": 4.0 + sharper + noise}
-    return Measured(values, features, torch.zeros(32, 2, 9, 3, 4, 4, dtype=torch.uint8))
+    return Measured(values, features, torch.zeros(6, 9, 3, 4, 4, dtype=torch.uint8))
 
 
 def test_a_gain_with_nothing_lost_is_learned():
@@ -73,12 +73,12 @@ def test_a_larger_frechet_distance_is_worse():
 
 
 def test_variety_is_the_distance_between_a_prompt_s_videos():
-    pixels = torch.zeros(2, 3, 4, 3, 8, 8, dtype=torch.uint8)
-    pixels[1, 0, :, 0, :2] = 255  # one clip of the second prompt has a red sky
-    found = variety(pixels)
+    pixels = torch.zeros(2, 3, 4, 3, 8, 8)
+    pixels[1, 0, :, 0, :2] = 1  # one clip of the second prompt has a red sky
+    found = variety(sky_and_ground(pixels))
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, 0.0], [100.0, 50.0, 50.0]]))
-    pixels[1] = 255
-    assert variety(pixels)[1].max() == 0, "one look for all is no variety, however bright"
+    pixels[1] = 1
+    assert variety(sky_and_ground(pixels))[1].max() == 0, "one look for all is no variety, however bright"
 
 
 def test_the_frechet_error_is_paired():
