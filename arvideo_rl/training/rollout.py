@@ -70,7 +70,7 @@ def roll_out(
         latents = torch.cat([*parts, *(c.latents for c in tail)], 1)
         found.append((latents, *steps_of(seen)))
     latents, *kept = (torch.cat(x) for x in zip(*found))
-    steps = Steps(*kept, torch.full((len(keys),), first)) if kept else None
+    steps = Steps(kept[0], kept[1], torch.full((len(keys),), first)) if kept else None
     return Record(latents, script_of(generator, prompts), keys, groups, steps)
 
 

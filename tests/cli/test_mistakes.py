@@ -141,7 +141,6 @@ MISTAKES = [  # (command line, exit code, what the line says)
     ("align list.yaml", 1, "list.yaml must hold keys and values"),
     ("align twice.yaml", 1, "key lr stands in line 1 and again in line 3"),
     ("align empty.yaml", 1, "no rewards"),
-    ("distill align/tiny_nft", 1, "tiny_nft.yaml: unknown key name"),
     (TINY + "prompts.source=gone.txt", 1, "'gone.txt' does not exist"),
     (TINY + "prompts.source=empty.txt", 1, "empty.txt holds no prompt"),
     (TINY + "prompts.source=latin.txt", 1, "latin.txt is not UTF-8 (byte 3)"),

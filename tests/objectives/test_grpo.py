@@ -98,7 +98,8 @@ def test_with_a_window_only_its_steps_are_trained_and_their_ratio_starts_at_one(
     objective = GRPO(kernel=kernel, eta=KERNELS[kernel], window=StepWindow(1, 1, outside=outside), steps_per_chunk=3)
     levels, record = generator.streaming.levels, make(objective)
     x = record.steps.x
-    assert torch.equal(x[0, 0, :2], x[1, 0, :2]) and not torch.equal(x[0, 0, 2], x[1, 0, 2])
+    assert torch.equal(x[0, 0, 0], x[1, 0, 0]) and (x[0, 0, 2] - x[1, 0, 2]).abs().mean() > 0.01
+    torch.testing.assert_close(x[0, 0, 1], x[1, 0, 1], atol=1e-5, rtol=1e-5)  # two rows of one batch may round apart
     asked = []
     monkeypatch.setattr(ratio, "log_ratio", lambda k, v, o, x, n, t, s, form, real=ratio.log_ratio: (
         asked.append((k, t.tolist(), s.tolist())) or real(k, v, o, x, n, t, s, form)))  # fmt: skip

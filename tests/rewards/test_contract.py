@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rewards.contract import Clips, Scores, score
-from rewards.registry import FunctionReward, available, build
+from rewards.registry import REQUIRED, FunctionReward, arguments, available, build, resolve
 
 NAN = float("nan")
 
@@ -213,10 +213,14 @@ def test_build_refuses_in_one_line(plugin, target, args, words):
     one_line(lambda: build(target, **args), *words)
 
 
-def test_available_names_all_build():
+def test_available_names_all_build_or_say_what_they_require():
     assert "inverse_dynamics" in available()
     for name in available():
-        build(name)
+        required = [k for k, default in arguments(resolve(name)).items() if default is REQUIRED]
+        if required:
+            one_line(lambda name=name: build(name), name, *required)
+        else:
+            build(name)
 
 
 def test_a_function_that_returns_nan_is_an_error_naming_the_sample():
