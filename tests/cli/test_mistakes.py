@@ -11,6 +11,7 @@ from arvideo_rl.cli import errors
 from arvideo_rl.cli.main import main
 
 TINY = "align align/tiny_nft --dry-run "
+COLOUR = "align align/naive_colour_tiny --dry-run "
 BALL = "generate prompt='a red ball rests' "
 MISTAKES = [  # (command line, exit code, what the line says)
     # how things are written
@@ -26,7 +27,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
     (TINY + "rewards=inverse_dynamics", 1, "did you mean rewards.NAME.target=inverse_dynamics?"),
     (TINY + "rewards.actions=inverse_dynamics", 1, "did you mean rewards.actions.target=inverse_dynamics?"),
     (TINY + "style=smooth", 1, "did you mean prompts.style?"),
-    ("evaluate prompts=3", 1, "did you mean held_out.prompts?"),
+    ("evaluate prompts=3", 1, "prompt file '3' does not exist"),
     (TINY + "objective.weight=2", 1, "unknown key objective.weight"),
     (TINY + "objective.args=3", 1, "objective.args.KEY=VALUE"),
     # wrong types
@@ -49,7 +50,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
     (TINY + "held_out.margin=-1", 1, "held_out.margin=-1.0: use 0 or more"),
     (TINY + "held_out.margins.sharpness=.nan", 1, "held_out.margins.sharpness=nan"),
     (TINY + "held_out.margins.sharpnes=.1", 1, "unknown key held_out.margins.sharpnes; did you mean sharpness?"),
-    (TINY + "update_batch=100000000", 1, "lower update_batch"),
+    (TINY + "update_batch=100000000 group=1000000", 1, "lower update_batch"),
     (TINY + "name=..", 1, "name='..'"),
     ("distill distill/tiny steps=0", 1, "steps=0: use 1 or more"),
     ("distill distill/tiny seed=-1", 1, "seed=-1"),
@@ -146,7 +147,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
     (TINY + "prompts.source=latin.txt", 1, "latin.txt is not UTF-8 (byte 3)"),
     (TINY + "prompts.source=two.txt", 1, "prompts_per_step=8: there are 2 prompts to train on; use 2 or fewer"),
     (TINY + "prompts.source=two.txt prompts_per_step=2", 1, "two.txt has none; use a .jsonl"),
-    (TINY + "prompts.source=purple.txt prompts_per_step=1", 1, "purple.txt: prompt word 'purple' is unknown"),
+    (COLOUR + "prompts.source=purple.txt prompts_per_step=1", 1, "purple.txt: prompt word 'purple' is unknown"),
     ("generate prompts=empty.txt", 1, "empty.txt holds no prompt"),
     ("generate prompts=folder", 1, "prompt file 'folder'"),
     (TINY + "generator=folder", 1, "no generator at 'folder' (seen from "),

@@ -23,6 +23,7 @@ from arvideo_rl.training.checkpoints import TENSORS, checkpoints
 from arvideo_rl.training.distill import DistillConfig, Network
 from arvideo_rl.training.distill import run as distill
 from arvideo_rl.training.export import DIFFUSERS_FILE, OFFICIAL_FILE, PEFT_FILE, export, outputs
+from arvideo_rl.world.scene import COLOURS
 
 
 def make_run(config, folder: Path, steps: int = 3) -> Run:
@@ -392,7 +393,10 @@ def test_the_policy_in_official_names_is_the_policy_and_a_part_that_wan_lacks_is
     plain = {k: v for k, v in base.transformer.config.items() if k not in ("num_actions", "places", "prediction")}
     base.transformer = CausalWan(**plain)
     base.save(tmp_path / "wan")
-    config.generator = str(tmp_path / "wan")
+    config.generator, config.prompts.source = str(tmp_path / "wan"), str(tmp_path / "prompts.jsonl")
+    said = [{"prompt": f"a {c} {o} {m}", "actions": "forward*17"} for c in COLOURS
+            for o in ("ball", "cube") for m in ("rests", "rolls left", "slides left")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, said)))
     run = make_run(config, tmp_path / "run", 1)
     expected = outputs(run.generator, run.policies)
     assert "output equal" in export(str(tmp_path / "run"), tmp_path / "out", "official")
