@@ -94,6 +94,8 @@ class Run:
         )
         if config.checkpointing:
             self.generator.transformer.enable_gradient_checkpointing()
+            if self.critic is not None:
+                self.critic.teacher.transformer.enable_gradient_checkpointing()
         trainable = sum(p.numel() for p in self.policies.parameters().values())
         self.memory = estimate(config, self.generator, trainable, accelerator.num_processes)
         check_memory(self.memory, limit(accelerator.device), pixels=accelerator.device.type == "cpu")

@@ -20,8 +20,11 @@ import torch
 
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.codec import IdentityCodec
+from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan, Prediction
+from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.kv_routing import KVRouting
+from arvideo_rl.training.critic import leaving, outlined
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.rollout import roll_out
 from arvideo_rl.training.routed import roll_out_routed
@@ -86,6 +89,10 @@ def count(config: AlignConfig, generator: Generator) -> tuple[Counter[Pass], Cou
             if isinstance(objective, KVRouting):
                 memory = objective.memory(small.streaming.attention_window(), config.frames)
                 record = roll_out_routed(small, tally, *asked, memory)
+            elif isinstance(objective, DMD):  # every group counted is an iteration's, which leave at different steps
+                step = objective.exit_step(config.seed, g, small.streaming.levels)
+                record = roll_out(leaving(small, step), tally, *asked, exploration)
+                record = replace(record, towards=torch.zeros_like(record.latents))
             else:
                 record = roll_out(small, tally, *asked, exploration, pivot)
         rolled, tally.passes = tally.passes, update
@@ -100,13 +107,25 @@ def count(config: AlignConfig, generator: Generator) -> tuple[Counter[Pass], Cou
 
 
 def flops(config: AlignConfig, generator: Generator) -> dict[str, float]:
-    """Floating-point operations of an iteration's rollouts and of all its updates."""
+    """Floating-point operations of an iteration's rollouts and of all its updates; of teacher and critic where they
+    judge."""
     rollout, update, groups = count(config, generator)
+    objective = build_objective(config.objective, config.frames // generator.streaming.chunk)
+    judge = {"teacher and critic": judging(config, objective)} if isinstance(objective, DMD) else {}
 
     def worth(passes: Counter[Pass]) -> float:
         return groups * sum(n * price(p, config, generator) for p, n in passes.items())
 
-    return {"rollout": worth(rollout), "update": config.updates * worth(update)}
+    return {"rollout": worth(rollout), **judge, "update": config.updates * worth(update)}
+
+
+def judging(config: AlignConfig, objective: DMD) -> float:
+    """Operations of the critic's updates and of asking it and the teacher, over whole clips at once."""
+    teacher, clips = outlined(objective.teacher), config.prompts_per_step * config.group
+    policy = PolicyConfig(objective.critic_kind, objective.critic_rank, float(objective.critic_rank))
+    asked, trained = (price(Pass(1, config.frames, 0, grad, text=True), replace(config, policy=policy), teacher)
+                      for grad in (False, True))  # fmt: skip
+    return clips * (objective.critic_updates * trained + (3 if objective.guidance else 2) * asked)
 
 
 def price(p: Pass, config: AlignConfig, generator: Generator) -> float:
@@ -159,8 +178,8 @@ def told(config: AlignConfig, generator: Generator) -> dict[str, str]:
     """What an iteration computes and takes, as text by name."""
     found = flops(config, generator)
     total = sum(found.values())
-    parts = f"rollout {number(found['rollout'])} + update {number(found['update'])}FLOP"
-    out = {"computed an iteration": f"{parts}, counted; without decoding and rewards"}
+    parts = " + ".join(f"{name} {number(value)}" for name, value in found.items())
+    out = {"computed an iteration": f"{parts}FLOP, counted; without decoding and rewards"}
     if torch.cuda.is_available() or total < 1e14:  # else a CPU is no place for it
         speed, share = product_speed(generator), ASSUMED if torch.cuda.is_available() else REACHED
         out["time an iteration, here"] = (

@@ -123,6 +123,14 @@ class Critic:
         self.history = history
 
 
+def outlined(source: str) -> Generator:
+    """The generator ``source`` as far as its sizes go: of a published Wan without its weights."""
+    try:
+        return Generator.outline(source)
+    except ValueError:
+        return Generator.load(source)
+
+
 def leaving(student: Generator, step: int) -> Generator:
     """The generator whose sampler stops after ``step``, from 0, so that its prediction there is the chunk."""
     return replace(student, streaming=replace(student.streaming, steps=student.streaming.steps[: step + 1]))

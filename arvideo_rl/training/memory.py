@@ -22,14 +22,18 @@ import torch
 
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.policies import PolicyConfig, trained_parameters
 from arvideo_rl.objectives.contract import Objective
+from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.kv_routing import KVRouting
+from arvideo_rl.training.critic import outlined
 from arvideo_rl.training.settings import AlignConfig, build_objective
 
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 LOWER = {
     "weights": "policy.kind=lora keeps one copy of them",
     "adapters and optimizer": "lower policy.rank",
+    "teacher and critic": "objective.args.critic_kind=lora keeps one copy of their weights",
     "context": "lower rollout_batch, update_batch and held_out.batch",
     "one chunk's graph": "lower update_batch or objective.args.levels_per_chunk, or set checkpointing=true",
     "one forward": "lower rollout_batch and held_out.batch",
@@ -65,7 +69,7 @@ def phases(config: AlignConfig, generator: Generator, trainable: int, processes:
         return 2 * width * net.num_layers * (2 * held[frames] - s.chunk) * tokens * dim * streams
 
     def attended(frames: int) -> int:
-        return 2 * held[frames] * tokens * dim * width + 3 * words * dim * width
+        return _attended(held[frames] * tokens, words, dim, width)
 
     def forward(rows: int, frames: int) -> int:
         return rows * (chunk * (8 * dim + 2 * net.ffn_dim) * FLOAT + attended(frames))
@@ -86,13 +90,16 @@ def phases(config: AlignConfig, generator: Generator, trainable: int, processes:
     text = words * net.text_dim * width
     record = branches * (FLOAT * latents * (config.frames + 2 * steps) + text)
     pixels = {n: FLOAT * 3 * generator.codec.pixel_frames(n) * s.size * (s.width or s.size) for n in held}
-    bare = sum(p.numel() * p.element_size() for k, p in model.named_parameters() if "lora_" not in k)
+    bare = _weight_bytes(model)
     moving = config.pull.reference == "dynamic"
     always = {
         "weights": bare * (1 if lora else 3 + moving) + generator.codec.weight_bytes,  # current, old, start (reference)
         # current, old, gradient, two moments
         "adapters and optimizer": (20 + 4 * moving if lora else 12) * trainable,
     }
+    if isinstance(objective, DMD):
+        always["teacher and critic"], whole_clips = critic_bytes(config, objective)
+        graph = max(graph, whole_clips)  # the critic's graph is gone before the policy's is made
     rolled = min(config.rollout_batch, config.group if objective.exploration.forks else branches)
     archive = kept(1, config.frames) if isinstance(objective, KVRouting) else 0
     batch = min(size.batch, size.prompts * size.noises)
@@ -106,6 +113,31 @@ def phases(config: AlignConfig, generator: Generator, trainable: int, processes:
                               "rollout": batch * size.frames * latents * FLOAT,
                               "pixels": 2 * pixels[size.frames] * batch},
     }  # fmt: skip
+
+
+def critic_bytes(config: AlignConfig, objective: DMD) -> tuple[int, int]:
+    """(what teacher and critic hold, the graph of one micro-batch of the critic, which reads whole clips at once)."""
+    teacher, lora = outlined(objective.teacher), objective.critic_kind == "lora"
+    model, net = teacher.transformer, teacher.transformer.config
+    _, p_h, p_w = net.patch_size
+    _, _, height, breadth = teacher.latent_shape
+    dim, here = net.num_attention_heads * net.attention_head_dim, config.frames * (height // p_h) * (breadth // p_w)
+    policy = PolicyConfig(objective.critic_kind, objective.critic_rank, float(objective.critic_rank))
+    width = min({p.element_size() for k, p in model.named_parameters() if "lora_" not in k}, default=FLOAT)
+    extra = 8 * objective.critic_rank if lora else 5 * dim
+    read = _attended(here, teacher.text_tokens, dim, width)
+    block = here * (13 * dim + 2 * net.ffn_dim + extra) * FLOAT + read
+    blocks = net.num_layers * here * dim * width + 2 * block if config.checkpointing else (net.num_layers + 1) * block
+    moments = (20 if lora else 12) * trained_parameters(model, policy)
+    return _weight_bytes(model) * (1 if lora else 3) + moments, config.update_batch * blocks
+
+
+def _attended(keys: int, words: int, dim: int, width: int) -> int:
+    return (2 * keys + 3 * words) * dim * width
+
+
+def _weight_bytes(model: Any) -> int:
+    return sum(p.numel() * p.element_size() for k, p in model.named_parameters() if "lora_" not in k)
 
 
 def at_once(config: AlignConfig, objective: Objective) -> int:
