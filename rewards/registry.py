@@ -19,12 +19,16 @@ from rewards.contract import Clips, Reward, Scores
 REWARDS = {
     "camera_following": "rewards.geometry.scores:CameraFollowing",
     "camera_smoothness": "rewards.geometry.scores:CameraSmoothness",
+    "dynamic_degree": "rewards.motion:DynamicDegree",
     "epipolar": "rewards.geometry.scores:Epipolar",
+    "flicker": "rewards.motion:Flicker",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
+    "motion_smoothness": "rewards.motion:MotionSmoothness",
     "naive_colour": "rewards.naive_colour:naive_colour",  # an example of what goes wrong
     "remote": "rewards.remote.client:Remote",
     "reprojection": "rewards.geometry.scores:Reprojection",
     "rerender": "rewards.geometry.scores:Rerender",
+    "sharpness": "rewards.sharpness:sharpness",
 }
 
 

@@ -54,9 +54,7 @@ class GeometricReward:
         check_needs(self, clips)
         count, frames, _, height, width = clips.frames.shape
         if min(height, width) < SMALLEST:
-            raise ValueError(
-                f"{self.name}: frames are {height}x{width}; geometry needs {SMALLEST} pixels or more a side"
-            )
+            raise ValueError(f"{self.name}: frames are {height}x{width}; it needs {SMALLEST} pixels or more a side")
         if frames < self.fewest:
             raise ValueError(f"{self.name}: clips have {frames} frames; it needs {self.fewest} or more")
         self.check(clips)

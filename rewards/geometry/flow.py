@@ -20,7 +20,7 @@ def opencv() -> Any:
     try:
         import cv2
     except ImportError:
-        raise ValueError("geometric rewards need OpenCV; pip install opencv-python-headless") from None
+        raise ValueError("optical flow needs OpenCV; pip install opencv-python-headless") from None
     return cv2
 
 

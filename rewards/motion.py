@@ -1,0 +1,105 @@
+"""Motion without weights, from DIS optical flow: how much moves, how evenly, and whether brightness stays with it.
+
+All of it is measured where flow can be trusted: on texture, and where forward and backward flow agree. ``flicker`` and
+``motion_smoothness`` are multiplied by the motion gate of geometry/base.py, because a frozen clip has neither fault.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rewards.contract import Clips
+from rewards.geometry.base import GeometricReward, Part, Unmeasurable, positive
+from rewards.geometry.cameras import diagonal, pixel_centres
+from rewards.geometry.flow import Flow, sample
+
+TOP = 0.05  # share of the pixels whose speed VBench calls the motion of a pair
+VBENCH_FPS, VBENCH_PIXELS, VBENCH_PAIRS = 8, 6 / 256, 4 / 16  # its frame rate; px a short side; share of pairs
+COST = "about 0.4 s a clip of 16 frames at 96 x 96, 4.5 s at 256 x 448, on one CPU thread"
+ENOUGH = 0.092  # diagonals a second: what VBench asks of a pair, in a picture of 16:9
+TEXTURE = 2.5e-3  # least smaller eigenvalue of the structure tensor that can be followed, over the clip's variance
+DARKEST = 4e-4  # variance taken at least: below it there is little but rounding
+FEWEST = 0.01  # share of the pixels that must be followed
+
+
+class DynamicDegree(GeometricReward):
+    """1 - exp(-v / tau), v the speed in image diagonals a second of the fastest 5 % of the pixels, untrusted pixels
+    counting as still, mean over steps. Made continuous, and free of units, from VBench's dynamic_degree."""
+
+    name = "dynamic_degree"
+    formula = "1 - exp(-v / tau), v the speed of the fastest 5 % of the pixels in diagonals a second"
+    needs = frozenset({"fps"})
+    hacked_by = "shaking, melting, strong noise: pair it with motion_smoothness, or make it a gate"
+    cost = COST
+
+    def __init__(self, tau: float = ENOUGH):
+        super().__init__(motion_floor=0.0)
+        self.tau = positive(self.name, tau)
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        fps = float(torch.as_tensor(clips.fps).expand(len(clips))[index])
+        height, width = frames.shape[-2:]
+        speed = (trust(flow, frames) * flow.forward.norm(dim=-1)).flatten(1)  # pixels a frame [F-1, H W]
+        fastest = speed.topk(max(1, round(TOP * speed.shape[1]))).values.mean(1) * fps
+        v = float(fastest.mean()) / diagonal(height, width)
+        dynamic = (fastest / VBENCH_FPS > VBENCH_PIXELS * min(height, width)).float().mean()
+        return {"value": -math.expm1(-v / self.tau), "diagonals_per_second": v,
+                "vbench_dynamic": float(dynamic >= VBENCH_PAIRS)}  # fmt: skip
+
+
+class MotionSmoothness(GeometricReward):
+    """1 - E with E the change of each followed pixel's velocity over the sum of both speeds: 0 for even motion, 1 for
+    motion that turns round at every frame or stops at every other."""
+
+    name = "motion_smoothness"
+    formula = "gate * (1 - sum |v' - v| / sum (|v'| + |v|)), v and v' a pixel's velocity in two steps"
+    hacked_by = "a steady pan or drift of anything, however wrong the picture"
+    cost = COST
+    fewest = 3
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        there = pixel_centres(*frames.shape[-2:]) + flow.forward[:-1]
+        now, sure = flow.forward[:-1], trust(flow, frames)
+        later = sample(torch.cat([flow.forward, sure[..., None]], -1)[1:], there)  # of the same point one step on
+        weight = sure[:-1] * later[..., 2]
+        change = (weight * (later[..., :2] - now).norm(dim=-1)).sum()
+        speeds = (weight * (later[..., :2].norm(dim=-1) + now.norm(dim=-1))).sum()
+        if float(weight.sum()) < FEWEST * weight.numel():
+            raise Unmeasurable("content:few_followed")
+        return {"value": float(1 - change / speeds.clamp_min(1e-12)), "followed": float(weight.mean())}
+
+
+class Flicker(GeometricReward):
+    """exp(-E / tau) with E the change of a followed point's colour from frame to frame, over the clip's contrast, so
+    that darkening does not pay. VBench's temporal_flickering, which is for still scenes, is in ``raw``."""
+
+    name = "flicker"
+    formula = "gate * exp(-E / tau), E colour change along the flow, over contrast"
+    hacked_by = "blur and flat colour, which have nothing to flicker; soft fades"
+    cost = COST
+
+    def __init__(self, tau: float = 0.1, motion_floor: float = 0.001):
+        super().__init__(motion_floor)
+        self.tau = positive(self.name, tau)
+
+    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
+        there = pixel_centres(*frames.shape[-2:]) + flow.forward
+        colours = frames.permute(0, 2, 3, 1)
+        change = (sample(colours[1:], there) - colours[:-1]).abs().mean(-1)
+        weight = flow.confidence
+        if float(weight.sum()) < FEWEST * weight.numel():
+            raise Unmeasurable("content:few_followed")
+        contrast = float(frames.std((2, 3)).mean())
+        error = float((weight * change).sum() / weight.sum()) / max(contrast, 1e-6)
+        vbench = 1 - float(frames.diff(dim=0).abs().mean())
+        return {"value": math.exp(-error / self.tau), "error": error, "vbench_temporal_flickering": vbench}
+
+
+def trust(flow: Flow, frames: Tensor) -> Tensor:
+    """How far each pixel's forward flow is to be trusted [F-1, H, W] in [0, 1]: 0 without texture, which is judged
+    against the contrast of ``frames`` [F, 3, H, W], so that a darker picture moves as much."""
+    texture = TEXTURE * frames.mean(1).var().clamp_min(DARKEST)
+    return flow.confidence * (flow.corners[:-1] > texture)
