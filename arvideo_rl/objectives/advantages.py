@@ -22,7 +22,6 @@ from torch.nn.functional import normalize
 FORMS = ("group_z", "global_std", "centre", "quasi_norm", "raw", "best", "best_worst")
 EPSILON = {"group_z": 1e-8, "global_std": 1e-4}  # added to the std
 NO_SPREAD = 1e-6
-ORDERS = ("normalize_then_sum", "sum_then_normalize")
 
 
 def advantages(
@@ -147,33 +146,6 @@ def extremes(values: Tensor, groups: Tensor, best: int, worst: int) -> Tensor:
             chosen[order[:worst], column] = True
             chosen[order[len(order) - best :], column] = True
     return chosen
-
-
-def combine(
-    rewards: dict[str, Tensor],
-    weights: dict[str, float],
-    groups: Tensor,
-    form: str = "group_z",
-    order: str = "normalize_then_sum",
-    **options,
-) -> tuple[Tensor, dict[str, float]]:
-    """Advantages [B, K] of several rewards [B, K], as a weighted mean sum_j w_j a_j / sum_j |w_j|.
-
-    ``normalize_then_sum`` averages each reward's advantages (RAVEN, MixGRPO): scales of rewards do not matter.
-    ``sum_then_normalize`` takes the advantages of the averaged rewards: the widest scale rules. RAVEN's order of that
-    name stops at the average, which is ``form="raw"`` here. Statistics are ``<name>/<statistic>``, or of the sum.
-    """
-    if order not in ORDERS:
-        raise ValueError(f"order {order!r} is unknown; choose {' or '.join(ORDERS)}")
-    size = sum(abs(weights[name]) for name in rewards)
-    if size == 0:
-        raise ValueError(f"the weights of {', '.join(rewards) or 'no rewards'} are all 0")
-    if order == "sum_then_normalize":
-        mean = sum((weights[name] / size) * value.double() for name, value in rewards.items())
-        return advantages(mean, groups, form, **options)  # type: ignore[arg-type]
-    parts = {name: advantages(value, groups, form, **options) for name, value in rewards.items()}
-    stats = {f"{name}/{k}": v for name, (_, each) in parts.items() for k, v in each.items()}
-    return torch.stack([weights[name] / size * adv for name, (adv, _) in parts.items()]).sum(0), stats
 
 
 def worst_of_group(values: Tensor, content: Tensor, groups: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ from arvideo_rl.objectives.contract import Objective
 from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.matching import imbalance, joined_saliency, saliency_weights
+from arvideo_rl.objectives.mix import check_mix, combine
 from arvideo_rl.objectives.record import Record, context_gap
+from arvideo_rl.training.axes import table
 from arvideo_rl.training.checkpoints import (
     Checkpoint,
     check_base,
@@ -104,6 +106,7 @@ class Run:
         self._replay = Replay(there, made) if there and there.exists() else None
         self._replayed: str | None = None  # checksum of the index of what has been trained on
         self.iteration = 0
+        self.table: dict[str, Any] = {}  # of the newest iteration: what each reward said of each branch (axes.py)
         self.told = False  # of a ratio that was not 1
         self.seconds = 0.0  # spent in steps, over all resumes
 
@@ -263,10 +266,10 @@ class Run:
             first = accelerator.gather(record.steps.first.to(accelerator.device)).cpu()
             last = torch.tensor([k.branch == self.config.group - 1 for k in record.keys])
             anchors = accelerator.gather(last.to(accelerator.device)).cpu()
-        total, metrics, judged = None, {}, {}
+        metrics, raw, judged = {}, {}, {}
         weights = {name: weight for name, (_, weight) in self.rewards.items()}
-        for name, (_, weight) in self.rewards.items():
-            value = accelerator.gather(values[name].to(accelerator.device)).cpu()
+        for name in self.rewards:
+            raw[name] = value = accelerator.gather(values[name].to(accelerator.device)).cpu()
             fault = accelerator.gather(content[name].to(accelerator.device)).cpu()
             if value.isnan().all():
                 needs = ", ".join(sorted(self.rewards[name][0].needs)) or "nothing"
@@ -277,17 +280,17 @@ class Run:
                 )
             metrics[f"reward/{name}"] = value.nanmean().item()
             metrics[f"reward/{name}/invalid_share"] = value.isnan().float().mean().item()
-            judged[name] = value = worst_of_group(value, fault, every_group)
-            if weight == 0:
-                continue
+            judged[name] = worst_of_group(value, fault, every_group)
+
+        def compare(value: Tensor, least_std: float) -> tuple[Tensor, dict[str, float]]:
             if isinstance(self.objective, KVRouting):
-                adv, stats = self.objective.advantages(value, every_group, first, anchors)
-            else:
-                adv, stats = advantages(value, every_group, self.config.advantage)
-            metrics |= {f"reward/{name}/{k}": v for k, v in stats.items()}
-            total = weight * adv if total is None else total + weight * adv
-        assert total is not None
-        total = total / sum(abs(w) for w in weights.values())
+                return self.objective.advantages(value, every_group, first, anchors)
+            return advantages(value, every_group, self.config.advantage, floor=least_std)
+
+        total, stats = combine(judged, weights, every_group, compare, self.config.mix, self.config.rewards)
+        metrics |= {f"reward/{k}": v for k, v in stats.items()}
+        self.table, seen = table(raw, judged, weights, total, every_group)
+        metrics |= seen
         if self.critic is not None:
             objective = self.critic.objective
             self.critic.history.append([metrics[f"reward/{name}"] for name, weight in weights.items() if weight])
@@ -411,6 +414,7 @@ def asked_for(config: AlignConfig, generator: Generator, processes: int) -> tupl
     rewards = build_rewards(config.rewards)
     objective = build_objective(config.objective, config.frames // streaming.chunk)
     check_groups(config, objective, processes)
+    check_mix(config.mix, weights_of(config), config.rewards, {k: r.value_range for k, (r, _) in rewards.items()})
     check_pull(config.pull, weights_of(config), objective)
     check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, objective)
     if isinstance(objective, KVRouting):

@@ -19,6 +19,7 @@ from arvideo_rl.generators.policies import trained_parameters
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
 from arvideo_rl.training.align import Run, asked_for
+from arvideo_rl.training.axes import Axes
 from arvideo_rl.training.checkpoints import best, sync, tidy
 from arvideo_rl.training.compare import Measured, compare
 from arvideo_rl.training.cost import told
@@ -65,6 +66,7 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
     before = _held_out(run, folder / "held_out_before.safetensors", "measuring before")
     accelerator.wait_for_everyone()
     metrics = rundir.Metrics(folder, run.iteration) if main else None
+    axes = Axes(folder, run.iteration) if main else None
     accelerator.wait_for_everyone()  # the watch reads what was kept of the rows
     run.replay()  # is recorded here, where an interrupt loses nothing
     watch = Watch(run, folder)
@@ -83,8 +85,9 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
                 if k.count("/") == 1 and k[:7] == "reward/"
             )
             bar.update(task, advance=1, description=line)
-            if metrics:
+            if metrics and axes:
                 metrics.write(run.iteration - 1, values)
+                axes.write(run.iteration - 1, run.table)
                 if bar.disable:
                     print(
                         f"iteration {run.iteration}/{config.iterations} {line} kl {values.get('train/kl', 0):.4f}",
@@ -93,8 +96,9 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
             stopping = stop.asked(accelerator) or (rang and config.alarm == "stop")
             if stopping or run.iteration % config.checkpoint_every == 0 or run.iteration == config.iterations:
                 run.check_processes()
-                if metrics:
+                if metrics and axes:
                     metrics.sync()
+                    axes.sync()
                     run.save(folder, score)
             if stopping:
                 watch.close()
@@ -103,8 +107,9 @@ def _align(config: AlignConfig, folder: Path, given: str | None, stop: Stop) -> 
                     raise Alarmed(folder, run.iteration, best(folder) is not None)
                 raise stop.interrupted(f"saved after iteration {run.iteration} of {config.iterations}")
     watch.close()
-    if metrics:
+    if metrics and axes:
         metrics.close()
+        axes.close()
     after = _held_out(run, None, "measuring after")
     if main:
         prompts = run.held_out

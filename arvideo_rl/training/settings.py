@@ -20,6 +20,7 @@ from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.fpo import FPO
 from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.kv_routing import KVRouting
+from arvideo_rl.objectives.mix import Axis
 from arvideo_rl.objectives.nft import NFT
 from arvideo_rl.objectives.pairs import Pairs
 from arvideo_rl.outputs import check_folder
@@ -50,12 +51,18 @@ FREE_ON_RESUME = ("iterations", "checkpointing", "checkpoint_every", "keep_last"
 
 
 @dataclass
-class Part:
+class Part(Axis):
     """A pluggable part of a mixture."""
 
     target: str = ""  # a name, or module:attribute with the module on the Python path or in the working directory
     weight: float = 1.0  # in the mixture; 0: measured and logged, never trained on
     args: dict[str, Any] = field(default_factory=dict)  # its arguments
+    held_out: bool = False  # the same as weight 0, whatever the weight
+
+    @property
+    def trained(self) -> float:
+        """Its weight as a term of the mixture: 0 for one that is only measured, and for a gate."""
+        return 0.0 if self.held_out or self.gate is not None else self.weight
 
 
 @dataclass
@@ -98,6 +105,7 @@ class AlignConfig:
     group: int = 8  # branches per prompt
     frames: int = 18  # of a rollout; whole chunks
     rewards: dict[str, Part] = field(default_factory=dict)  # any number, by names of the user's choice
+    mix: str = "advantages"  # how several rewards become one: advantages, gdpo, zsum, sum, rank, product
     advantage: str = "group_z"  # a form of objectives/advantages.py
     objective: Method = field(default_factory=lambda: Method("nft"))
     pull: PullConfig = field(default_factory=PullConfig)
@@ -152,6 +160,10 @@ def check(config: AlignConfig, chunk: int, processes: int, world: bool = True) -
     if config.objective.target == "pairs" and (config.group != 2 or config.advantage != "centre"):
         raise ConfigError(f"objective pairs compares two branches: use group=2 advantage=centre, "
                           f"not group={config.group} advantage={config.advantage}")  # fmt: skip
+    for name, part in config.rewards.items():
+        if config.objective.target == "kv_routing" and part.least_std:
+            raise ConfigError(f"rewards.{name}.least_std={part.least_std}: kv_routing compares with its anchor and "
+                              "does not read it; use 0")  # fmt: skip
     if config.objective.target == "dmd" and (config.updates > 1 or config.lag != "none"):
         raise ConfigError(f"objective dmd is on-policy: use updates=1 lag=none, not updates={config.updates} "
                           f"lag={config.lag}")  # fmt: skip
@@ -162,6 +174,8 @@ def check(config: AlignConfig, chunk: int, processes: int, world: bool = True) -
             raise ConfigError(f"rewards.{name} has no target; rewards here: {', '.join(config.rewards)}")
         if not abs(part.weight) < float("inf"):
             raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number")
+        if part.held_out and part.gate is not None:
+            raise ConfigError(f"rewards.{name} is held out and a gate; a gate is trained on, so choose one")
         if part.args.get("weights") == "idm_heldout":
             raise ConfigError(f"rewards.{name}.args.weights=idm_heldout: that model is the judge of every run")
     if not any(weights_of(config).values()):
@@ -248,8 +262,8 @@ def fixed(config: AlignConfig) -> dict[str, Any]:
 
 
 def weights_of(config: AlignConfig) -> dict[str, float]:
-    """Weights of all rewards by name."""
-    return {name: part.weight for name, part in config.rewards.items()}
+    """Weights of all rewards as terms of the mixture, by name; 0 for what is no term."""
+    return {name: part.trained for name, part in config.rewards.items()}
 
 
 def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
@@ -257,7 +271,7 @@ def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
     out = {}
     for name, part in parts.items():
         try:
-            out[name] = (registry.build(part.target, **part.args), part.weight)
+            out[name] = (registry.build(part.target, **part.args), part.trained)
             registry.prepare(out[name][0])
         except ValueError as error:
             raise ConfigError(f"rewards.{name}: {error}") from error

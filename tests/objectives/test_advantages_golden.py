@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from arvideo_rl.objectives.advantages import advantages, anchor_relative, combine, diversity_bonus, extremes
+from arvideo_rl.objectives.advantages import advantages, anchor_relative, diversity_bonus, extremes
+from arvideo_rl.objectives.mix import combine
 
 # the example of flow_grpo, Astrolabe and UniRL: three prompts, interleaved; "c" has one member
 REWARDS = torch.tensor([0.1, 2.0, 0.5, 1.0, -0.3, 0.9, 2.0, 0.5])[:, None]
@@ -16,6 +17,11 @@ NAN = math.nan
 
 def form(*args, **options):
     return advantages(*args, **options)[0][:, 0]
+
+
+def comparing(groups, *args, **options):
+    """What combine takes the advantages of one reward with."""
+    return lambda values, least_std: advantages(values, groups, *args, **options)
 
 
 def close(mine, theirs):
@@ -78,7 +84,7 @@ def raven_rewards(golden):
 
 def test_raven_normalises_then_sums(golden):
     g, table, weights, groups = raven_rewards(golden)
-    adv, stats = combine(table, weights, groups, **RAVEN)
+    adv, stats = combine(table, weights, groups, comparing(groups, **RAVEN))
     close(adv[:, 0], g["raven_reward_agg.normalize_then_sum"])
     assert "raft/group_std" in stats and "ta/zero_spread_share" in stats
 
@@ -86,8 +92,8 @@ def test_raven_normalises_then_sums(golden):
 def test_ravens_sum_then_normalize_does_not_normalise_and_ours_does(golden):
     g, table, weights, groups = raven_rewards(golden)
     theirs = g["raven_reward_agg.sum_then_normalize"]
-    close(combine(table, weights, groups, "raw", "sum_then_normalize")[0][:, 0], theirs)
-    mine = combine(table, weights, groups, "group_z", "sum_then_normalize")[0][:, 0]
+    close(combine(table, weights, groups, comparing(groups, "raw"), "sum")[0][:, 0], theirs)
+    mine = combine(table, weights, groups, comparing(groups), "sum")[0][:, 0]
     close(mine, form(theirs[:, None], groups))
     assert abs(theirs.mean()) > 0.5 and abs(mine.mean()) < 1e-6
 
@@ -161,8 +167,8 @@ def test_per_reward_advantages_ignore_a_rewards_scale_and_the_sum_does_not():
     table = {name: torch.rand(8, 2, generator=source) for name in "ab"}
     wide = table | {"b": 100 * table["b"]}
     weights, groups = {"a": 1.0, "b": -1.0}, torch.arange(8) % 2
-    each, summed = ([combine(t, weights, groups, order=o)[0] for t in (table, wide)] for o in
-                    ("normalize_then_sum", "sum_then_normalize"))  # fmt: skip
+    each, summed = ([combine(t, weights, groups, comparing(groups), mode)[0] for t in (table, wide)]
+                    for mode in ("advantages", "sum"))  # fmt: skip
     torch.testing.assert_close(*each, rtol=0, atol=1e-5)
     torch.testing.assert_close(summed[1], -advantages(table["b"], groups)[0], rtol=0, atol=0.2)
     assert (summed[0] - summed[1]).abs().max() > 0.1
@@ -171,8 +177,8 @@ def test_per_reward_advantages_ignore_a_rewards_scale_and_the_sum_does_not():
 def test_combinations_that_mean_nothing_are_refused():
     table, groups = {"a": torch.ones(2, 1)}, torch.tensor([0, 0])
     with pytest.raises(ValueError, match="weights of a are all 0"):
-        combine(table, {"a": 0.0}, groups)
-    with pytest.raises(ValueError, match="normalize_then_sum or sum_then_normalize"):
-        combine(table, {"a": 1.0}, groups, order="sum")
+        combine(table, {"a": 0.0}, groups, comparing(groups))
+    with pytest.raises(ValueError, match="mix=summ: did you mean sum"):
+        combine(table, {"a": 1.0}, groups, comparing(groups), "summ")
     with pytest.raises(ValueError, match="power=0"):
         advantages(table["a"], groups, "quasi_norm", power=0)

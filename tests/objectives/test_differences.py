@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from arvideo_rl.objectives.advantages import advantages, combine
+from arvideo_rl.objectives.advantages import advantages
+from arvideo_rl.objectives.mix import combine
 from arvideo_rl.objectives.ratio import kl, log_ratio, score_loss
 from arvideo_rl.objectives.routing import protection
 from samplers.kernels import Kernel
@@ -94,7 +95,7 @@ def two_rewards():
     """RAVEN's sum_then_normalize stops at the sum."""
     a, b = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([10.0, 10.0, 30.0, 30.0])
     rewards, weights = {"a": a[:, None], "b": b[:, None]}, {"a": 1.0, "b": 1.0}
-    ours, _ = combine(rewards, weights, ONE_GROUP, order="sum_then_normalize")
+    ours, _ = combine(rewards, weights, ONE_GROUP, lambda values, _: advantages(values, ONE_GROUP), "sum")
     return ((a + b) / 2).tolist(), ours[:, 0].tolist()
 
 
