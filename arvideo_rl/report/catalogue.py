@@ -40,7 +40,7 @@ TABLE: list[tuple[str, Meaning]] = [
     (r"reward/([^/]+)/invalid_share", Meaning("Signal", r"invalid: \1", SHARE, "chunks that could not be scored")),
     (r"reward/([^/]+)/agreement", Meaning("Signal", r"agreement: \1", "correlation with the advantages",
         "near 0 a trained reward is drowned by the others; below 0 a held-out one is sacrificed")),
-    (r"reward/mix/passing", Meaning("Signal", "let through by the gates", SHARE, "the others are worst of their group")),
+    (r"reward/mix/passing", Meaning("Signal", "let through by the gates", SHARE, "others are worst of their group")),
     (r"reward/([^/]+)/(.+)", Meaning("Reward", r"\1: \2", "part of the reward, raw")),
     (r"verifier/colour_present", Meaning("Verifiers", "colour present", SHARE,
         "frames in which each colour of the prompt is seen")),
