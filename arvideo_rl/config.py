@@ -215,7 +215,7 @@ def _check_items(shown: str, kinds: tuple, items: list) -> None:
 
 def _wants_keys(path: str, kind: type, value: Any) -> str:
     """What to say of a value where keys belong: the way to write what was probably meant."""
-    names = [f.name for f in fields(kind)]
+    names = sorted((f.name for f in fields(kind)), key=lambda n: n not in kind.__annotations__)  # own before inherited
     return f"{path[:-1]} holds keys ({', '.join(names)}), not {value!r}; did you mean {path}{names[0]}={value}?"
 
 

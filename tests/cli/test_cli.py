@@ -80,7 +80,7 @@ def test_a_dry_run_shows_window_sinks_and_derived_sizes(tmp_path, capsys, monkey
         "1, 0.8571, 0.6667, 0.4",
     ):
         assert said in flat, said
-    assert "at most: weights 13 MiB" in flat and "FLOP, counted" in flat and "here" in flat
+    assert "at most: weights 14 MiB" in flat and "FLOP, counted" in flat and "here" in flat
 
 
 @pytest.mark.parametrize(
