@@ -135,7 +135,8 @@ def test_wrong_training_settings_are_refused(args, words):
 def test_the_judge_is_not_trained_on():
     config = AlignConfig(rewards={"prompt": Part("text_video", args={"weights": "text_video_heldout"})})
     config.objective = Part("nft")
-    with pytest.raises(ValueError, match="text_video_heldout: that model only judges; give it weight=0"):
+    with pytest.raises(ValueError, match="text_video_heldout: that model only judges; give it held_out=true"):
         check(config, 3, 1)
-    config.rewards = {"prompt": Part("text_video"), "other": Part("text_video", 0.0, {"weights": "text_video_heldout"})}
+    judge = Part("text_video", 1.0, {"weights": "text_video_heldout"}, held_out=True)
+    config.rewards = {"prompt": Part("text_video"), "other": judge}
     check(config, 3, 1)
