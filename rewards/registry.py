@@ -29,6 +29,7 @@ REWARDS = {
     "reprojection": "rewards.geometry.scores:Reprojection",
     "rerender": "rewards.geometry.scores:Rerender",
     "sharpness": "rewards.sharpness:sharpness",
+    "text_video": "rewards.text_video:TextVideo",
 }
 
 

@@ -1,4 +1,4 @@
-"""``arvideo rewards``: what there is, what one of them is, what they lack; train the inverse-dynamics reward."""
+"""``arvideo rewards``: what there is, what one of them is, what they lack; train those of the embedded world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
 MEMORY_KEYS = "batch, smooth or joystick"
-WAYS = "list, info NAME [args.KEY=VALUE], doctor, or train-idm [key=value ...]"
+WAYS = "list, info NAME [args.KEY=VALUE], doctor, train-idm or train-text-video [key=value ...]"
 
 
 @dataclass
@@ -24,20 +24,25 @@ class InfoConfig:
 def help_text() -> str:
     """Text of --help."""
     from arvideo_rl.training.idm import IdmConfig
+    from arvideo_rl.training.text_video import TextVideoConfig
 
     return f"""arvideo rewards list
 arvideo rewards info NAME [args.KEY=VALUE ...]
 arvideo rewards doctor
 arvideo rewards train-idm [key=value ...]
+arvideo rewards train-text-video [key=value ...]
 
 list shows every reward: what it gives, what it needs, its licence and formula. info shows all of one, also of your own
 (module:attribute): arguments, range, cost, what maximises it wrongly, its page and weights. doctor says which modules
-or weights are missing or damaged, with the command that mends each, and exits 1 if a reward cannot run. train-idm
-renders the world and trains the inverse-dynamics model (a minute or two on two CPU cores); the shipped ones say how
-they were made in rewards/weights/*.json.
+or weights are missing or damaged, with the command that mends each, and exits 1 if a reward cannot run. train-idm and
+train-text-video render the world and train the inverse-dynamics model (a minute or two on two CPU cores) or the
+text-video model (about ten); the shipped ones say how they were made in rewards/weights/*.json.
 
 keys of train-idm and defaults
-{keys(IdmConfig)}"""
+{keys(IdmConfig)}
+
+keys of train-text-video and defaults
+{keys(TextVideoConfig)}"""
 
 
 def run(words: list[str], items: list[str], flags: set[str]) -> int:
@@ -49,7 +54,9 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     elif words == ["doctor"] and not items:
         return doctor()
     elif words == ["train-idm"]:
-        train(items, "--dry-run" in flags)
+        train_idm(items, "--dry-run" in flags)
+    elif words == ["train-text-video"]:
+        train_text_video(items, "--dry-run" in flags)
     else:
         raise UsageError(f"rewards takes {WAYS}; 'arvideo rewards list' shows the names")
     return 0
@@ -129,7 +136,7 @@ def doctor() -> int:
     return 1 if bad else 0
 
 
-def train(items: list[str], dry: bool) -> None:
+def train_idm(items: list[str], dry: bool) -> None:
     """Train the inverse-dynamics model."""
     from arvideo_rl.training import idm
 
@@ -141,3 +148,17 @@ def train(items: list[str], dry: bool) -> None:
     report = idm.run(config)
     measured = f"accuracy {report['accuracy']:.4f}, balanced {report['balanced_accuracy']:.4f}"
     print(f"held-out {measured}; wrote {config.out}")
+
+
+def train_text_video(items: list[str], dry: bool) -> None:
+    """Train the text-video model."""
+    from arvideo_rl.training import text_video
+
+    config = load(text_video.TextVideoConfig, None, items)
+    config.check()
+    if dry:
+        print(f"would train the text-video model for {config.steps} steps and write {config.out}")
+        return
+    found = text_video.run(config)["auroc"]
+    measured = ", ".join(f"{style} {parts[text_video.ANOTHER]['auroc']:.4f}" for style, parts in found.items())
+    print(f"held-out AUROC against another scene's caption: {measured}; wrote {config.out}")

@@ -47,6 +47,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "dmd": DMD,
 }  # fmt: skip
 LAGS = ("none", "nft", "slow", "frozen")
+JUDGES = ("idm_heldout", "text_video_heldout")  # reward models that measure and are never trained on
 FREE_ON_RESUME = ("iterations", "checkpointing", "checkpoint_every", "keep_last", "alarm", "out", "name")
 
 
@@ -176,8 +177,8 @@ def check(config: AlignConfig, chunk: int, processes: int, world: bool = True) -
             raise ConfigError(f"rewards.{name}.weight={part.weight}: use a finite number")
         if part.held_out and part.gate is not None:
             raise ConfigError(f"rewards.{name} is held out and a gate; a gate is trained on, so choose one")
-        if part.args.get("weights") == "idm_heldout":
-            raise ConfigError(f"rewards.{name}.args.weights=idm_heldout: that model is the judge of every run")
+        if (judge := part.args.get("weights")) in JUDGES and not part.held_out:
+            raise ConfigError(f"rewards.{name}.args.weights={judge}: that model only judges; give it held_out=true")
     if not any(weights_of(config).values()):
         raise ConfigError(f"no reward is trained: give one of {', '.join(config.rewards)} a weight other than 0")
     if config.frames % chunk:
