@@ -49,6 +49,11 @@ class Packing:
         """The frame of the video at each frame of the sequence."""
         return tuple(f for p in self.places for _ in _pieces(p) for f in p.frames)
 
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """(its own frames, frames of the past that it reads) of every piece, in order."""
+        return [(len(p.frames), len(p.held)) for p in self.places for _ in _pieces(p)]
+
     def attending(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``attend`` over queries, rotated keys and values [B, S * L, N, D], each piece over what it reads."""
         length = len(self.times)

@@ -20,6 +20,7 @@ import torch
 
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.codec import IdentityCodec
+from arvideo_rl.generators.packed import Packing
 from arvideo_rl.generators.policies import PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan, Prediction
 from arvideo_rl.objectives.dmd import DMD
@@ -41,14 +42,14 @@ REACHED = 0.6  # of one large product's speed, by whole chunks on a CPU (docs/sp
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward: ``rows`` chunks of ``frames`` that read ``past`` frames; ``trained`` ones have a backward, and
-    ``text``: the prompt's keys and values are made in it."""
+    """One forward: ``rows`` chunks of ``frames`` that read ``past`` frames; ``trained`` ones have a backward, and the
+    keys and values of ``texts`` prompts are made in it."""
 
     rows: int
     frames: int
     past: int
     trained: bool
-    text: bool
+    texts: int
 
 
 class Tally:
@@ -58,11 +59,16 @@ class Tally:
         self.model, self.old_is_current = model, old_is_current
         self.passes: Counter[Pass] = Counter()
 
-    def __call__(self, x: torch.Tensor, t: torch.Tensor, context: Any, *, write: bool = False) -> Prediction:
+    def __call__(
+        self, x: torch.Tensor, t: torch.Tensor, context: Any, *, write: bool = False, packing: Packing | None = None
+    ) -> Prediction:
         grad = torch.is_grad_enabled()
-        text = grad or not context.read  # None: never remembered; empty: made now
-        self.passes[Pass(x.shape[0], x.shape[1], len(context.held()), grad, text)] += 1
-        return self.model(x, t, context, write=write)
+        made = grad or not context.read  # None: never remembered; empty: made now
+        texts = len(context.text) if made else 0  # one a stream, whatever is stacked over it
+        for frames, past in packing.reads if packing else [(x.shape[1], len(context.held()))]:
+            self.passes[Pass(x.shape[0], frames, past, grad, texts)] += 1
+            texts = 0  # a packed forward makes them once
+        return self.model(x, t, context, write=write, packing=packing)
 
     @contextmanager
     def using(self, name: str) -> Iterator[Tally]:
@@ -123,7 +129,7 @@ def judging(config: AlignConfig, objective: DMD) -> float:
     """Operations of the critic's updates and of asking it and the teacher, over whole clips at once."""
     teacher, clips = outlined(objective.teacher), config.prompts_per_step * config.group
     policy = PolicyConfig(objective.critic_kind, objective.critic_rank, float(objective.critic_rank))
-    asked, trained = (price(Pass(1, config.frames, 0, grad, text=True), replace(config, policy=policy), teacher)
+    asked, trained = (price(Pass(1, config.frames, 0, grad, texts=1), replace(config, policy=policy), teacher)
                       for grad in (False, True))  # fmt: skip
     return clips * (objective.critic_updates * trained + (3 if objective.guidance else 2) * asked)
 
@@ -139,16 +145,18 @@ def price(p: Pass, config: AlignConfig, generator: Generator) -> float:
     here, keys = p.frames * tokens, (p.past + p.frames) * tokens
     linear = 2 * here * (6 * dim**2 + 2 * dim * net.ffn_dim)
     attention = 4 * here * (keys + words) * dim
-    of_text = 4 * words * dim**2 if p.text else 0
+    made = p.texts / p.rows * words  # of the prompt's tokens, what is made for a row
+    of_text = 4 * made * dim**2
     rank = config.policy.rank if lora else 0
-    low = 2 * here * rank * (12 * dim + 2 * (dim + net.ffn_dim)) + (2 * words * rank * 4 * dim if p.text else 0)
+    low = 2 * here * rank * (12 * dim + 2 * (dim + net.ffn_dim)) + 2 * made * rank * 4 * dim
     patches = 2 * here * dim * p_h * p_w * (channels + net.out_channels)
     of_time = 2 * p.frames * (net.freq_dim * dim + 7 * dim**2)
-    outside = patches + of_time + (2 * words * (net.text_dim * dim + dim**2) if p.text else 0)
+    outside = patches + of_time + 2 * made * (net.text_dim * dim + dim**2)
     forward = net.num_layers * (linear + attention + of_text + low) + outside
     if not p.trained:
         return p.rows * forward
-    back = net.num_layers * ((1 if lora else 2) * linear + 2 * attention + 2 * low)
+    back = net.num_layers * ((1 if lora else 2) * linear + 2 * attention + 2 * low + (0 if lora else 2 * of_text))
+    back += (1 if lora else 2) * 2 * here * dim * p_h * p_w * net.out_channels  # of the projection to patches
     last = 2 * here * (dim * net.ffn_dim + rank * (dim + net.ffn_dim))  # nothing needs a block's last product again
     again = net.num_layers * (linear + attention + of_text + low - last) if config.checkpointing else 0
     return p.rows * (forward + back + again)
