@@ -20,12 +20,14 @@ from torch import Tensor
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.attention import choose
 from arvideo_rl.generators.bundle import Generator
+from arvideo_rl.generators.packed import pack
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
 from arvideo_rl.objectives.contract import Objective
 from arvideo_rl.objectives.dmd import DMD
+from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.matching import imbalance, joined_saliency, saliency_weights
 from arvideo_rl.objectives.mix import check_mix, combine
@@ -40,7 +42,7 @@ from arvideo_rl.training.checkpoints import (
     read_state,
     save_checkpoint,
 )
-from arvideo_rl.training.critic import Critic, leaving
+from arvideo_rl.training.critic import Critic, check_matching, leaving
 from arvideo_rl.training.guided import guiding
 from arvideo_rl.training.judges import look, shows_world
 from arvideo_rl.training.memory import at_once, check_memory, estimate, limit
@@ -57,8 +59,10 @@ from arvideo_rl.training.settings import (
     build_rewards,
     check,
     check_groups,
+    check_on_policy,
     held_out_of,
     lag_keep,
+    ungated,
     weights_of,
 )
 from rewards.contract import Clips
@@ -88,6 +92,8 @@ class Run:
             self.critic = Critic(self.objective, self.generator, config.frames, config.seed)
         self._encode_prompts()
         self.base = base_of(self.generator.transformer, config.policy)
+        if self.critic is not None:
+            self.base["teacher"] = self.critic.weights
         self.pull = Pull(config.pull)
         moving = config.pull.reference == "dynamic"
         self.policies = Policies(self.generator.transformer, config.policy, config.seed, moving)
@@ -119,10 +125,13 @@ class Run:
             with self.accelerator.main_process_first():  # what is slow to encode is kept on disk for the others
                 for text in (*self.prompts.texts, *self.held_out.texts):
                     self.generator.script([text])
+                if self.critic is not None:
+                    self.critic.encode(self.prompts)
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from None
-        if isinstance(self.generator.text_encoder, Umt5):
-            self.generator.text_encoder.forget()  # all prompts are known now, and it is larger than what is trained
+        for generator in (self.generator, *([self.critic.teacher] if self.critic is not None else ())):
+            if isinstance(generator.text_encoder, Umt5):
+                generator.text_encoder.forget()  # all prompts are known now, and it is larger than what is trained
 
     def step(self) -> dict[str, float]:
         """One iteration; returns its metrics."""
@@ -298,7 +307,8 @@ class Run:
                 off = imbalance(torch.tensor(self.critic.history))
                 metrics["reward/imbalance"], total = off, total - objective.balance * off
             total = objective.weigh(total)
-        gates, seen = self.pull.gates(judged, weights, every_group)
+        voices = ungated(self.config)
+        gates, seen = self.pull.gates({name: judged[name] for name in voices}, voices, every_group)
         at = accelerator.process_index * len(groups)
         mine = slice(at, at + len(groups))
         record = record if gates is None else replace(record, gates=gates[mine].to(record.latents.device))
@@ -340,6 +350,7 @@ class Run:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.policies.old_is_current = False  # until it is copied: a second update must not take current for old
         out = mean_over_processes(seen, accelerator)
         out |= {"train/grad_norm": norm.item(), "train/policy_distance": self.policies.distance()}
         if gap is not None:
@@ -388,8 +399,15 @@ class Run:
         """RuntimeError unless every process holds the same trained weights and optimizer moments, bit for bit."""
         if self.accelerator.num_processes == 1:
             return
-        moments = {f"{i}/{k}": v for i, s in self.optimizer.state_dict()["state"].items() for k, v in s.items()}
-        sums = gather_object([fingerprint(self.policies.state() | moments)])
+        held = self.policies.state()
+        optimizers = [self.optimizer]
+        if self.critic is not None:
+            held |= self.critic.tensors()
+            optimizers.append(self.critic.optimizer)
+        for n, optimizer in enumerate(optimizers):
+            moments = optimizer.state_dict()["state"]
+            held |= {f"{n}/{i}/{k}": v for i, s in moments.items() for k, v in s.items()}
+        sums = gather_object([fingerprint(held)])
         if len(set(sums)) > 1:
             odd = [i for i, x in enumerate(sums) if x != sums[0]]
             raise RuntimeError(
@@ -415,8 +433,13 @@ def asked_for(config: AlignConfig, generator: Generator, processes: int) -> tupl
     objective = build_objective(config.objective, config.frames // streaming.chunk)
     check_groups(config, objective, processes)
     check_mix(config.mix, weights_of(config), config.rewards, {k: r.value_range for k, (r, _) in rewards.items()})
-    check_pull(config.pull, weights_of(config), objective)
+    check_pull(config.pull, ungated(config), objective)
     check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, objective)
+    check_on_policy(config, objective)
+    if isinstance(objective, DMD):
+        check_matching(objective, rewards, streaming.attention_window())
+    if isinstance(objective, GRPO) and objective.packed:
+        pack(streaming.attention_window(), [1] * (config.frames // streaming.chunk))  # refuses what cannot be packed
     if isinstance(objective, KVRouting):
         memory = objective.memory(streaming.attention_window(), config.frames)
         fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room

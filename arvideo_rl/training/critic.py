@@ -25,9 +25,11 @@ from arvideo_rl.generators.window import Window
 from arvideo_rl.objectives.dmd import DMD
 from arvideo_rl.objectives.matching import critic_loss, direction, guided, score_level
 from arvideo_rl.objectives.record import Record
+from arvideo_rl.training.checkpoints import fingerprint
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.reduce import sum_gradients
 from arvideo_rl.training.rollout import script_of
+from rewards.contract import Reward
 from samplers.kernels import forward
 from samplers.randomness import Key, generator, normal
 
@@ -43,12 +45,18 @@ class Critic:
             raise ConfigError(f"objective.args.teacher: {error}") from None
         self.objective, self.frames = objective, frames
         _check_fit(objective.teacher, self.teacher, student, frames)
+        self.weights = fingerprint(dict(self.teacher.transformer.named_parameters()))  # what a checkpoint belongs to
         policy = PolicyConfig(objective.critic_kind, objective.critic_rank, float(objective.critic_rank))
         self.policies = Policies(self.teacher.transformer, policy, seed)
         self.optimizer = torch.optim.AdamW(
             self.policies.parameters().values(), lr=objective.critic_lr, betas=(0.0, 0.999), weight_decay=0.01
         )
         self.history: list[list[float]] = []  # mean reward of each kind, per iteration
+
+    def encode(self, prompts: Prompts) -> None:
+        """Ask the teacher's text encoder for all that it will be asked for, one by one."""
+        for text in prompts.texts:
+            self._without(self.teacher.script([text]))
 
     def learn(self, record: Record, prompts: Prompts, batch: int, accelerator: Accelerator) -> dict[str, float]:
         """The critic's updates on the clips of ``record``, in micro-batches of ``batch``; returns metrics."""
@@ -121,6 +129,22 @@ class Critic:
             p.copy_(tensors[f"critic/{k}"])
         self.optimizer.load_state_dict(optimizer)
         self.history = history
+
+
+def check_matching(objective: DMD, rewards: dict[str, tuple[Reward, float]], window: Window) -> None:
+    """ConfigError for options that the rewards or the window cannot serve."""
+    trained = {name: reward for name, (reward, weight) in rewards.items() if weight}
+    for name, reward in trained.items() if objective.saliency else ():
+        if not getattr(reward, "differentiable", False) or reward.granularity == "group":
+            raise ConfigError(f"objective.args.saliency: rewards.{name} ({reward.name!r}) as configured has no gradient; "
+                              "set saliency=0, or use one that declares differentiable")  # fmt: skip
+    if objective.balance and len(trained) < 2:
+        raise ConfigError("objective.args.balance weighs several rewards against each other, and one is trained; set "
+                          "it to 0 or add rewards")  # fmt: skip
+    kept = next((k for k in ("recompute", "compress", "linear") if getattr(window, k)), None)
+    if objective.through_context and kept:
+        raise ConfigError(f"objective.args.through_context=true needs a past of clean frames as they were, not "
+                          f"streaming.{kept}; set it to false")  # fmt: skip
 
 
 def outlined(source: str) -> Generator:

@@ -64,13 +64,16 @@ def check_replay(config: ReplayConfig, lag: str, per_step: int, target: str, obj
     if not config.path:
         return
     check_ranges(config, {"groups": "[1, inf)"}, "replay.")
-    check_folder(Path(config.path))
+    check_folder(Path(config.path), "replay.path")
     if not isinstance(objective, HELD) or getattr(objective, "trust", "") == "score":
         name = f"{target} with trust=score" if isinstance(objective, GRPO) else target
         raise ConfigError(f"replay.path: objective {name} has no ratio that holds the policy near to the replay's; "
                           "use chunk_fork, or grpo with trust=clip or mask")  # fmt: skip
     if lag != "frozen":
         raise ConfigError(f"replay.path needs lag=frozen, not lag={lag}: the policy that made the replay stays the old")
+    if (window := objective.exploration.window) is not None and window.moves:
+        raise ConfigError(f"objective.args.window.moves={window.moves}: the steps that a replay drew stay where they "
+                          "were, so the window cannot move on; use null")  # fmt: skip
     if config.groups % per_step:
         low = config.groups // per_step * per_step
         near = " or ".join(str(n) for n in (low, low + per_step) if n)

@@ -165,9 +165,9 @@ def check(config: AlignConfig, chunk: int, processes: int, world: bool = True) -
         if config.objective.target == "kv_routing" and part.least_std:
             raise ConfigError(f"rewards.{name}.least_std={part.least_std}: kv_routing compares with its anchor and "
                               "does not read it; use 0")  # fmt: skip
-    if config.objective.target == "dmd" and (config.updates > 1 or config.lag != "none"):
-        raise ConfigError(f"objective dmd is on-policy: use updates=1 lag=none, not updates={config.updates} "
-                          f"lag={config.lag}")  # fmt: skip
+    if config.objective.target == "kv_routing" and config.group < 3:
+        raise ConfigError(f"group={config.group}: kv_routing chooses between branches, and one of a group is the "
+                          "anchor; use 3 or more")  # fmt: skip
     if not config.rewards:
         raise ConfigError("no rewards: add e.g. rewards.actions.target=inverse_dynamics")
     for name, part in config.rewards.items():
@@ -203,6 +203,15 @@ def check_groups(config: AlignConfig, objective: Objective, processes: int) -> N
             f"objective {config.objective.target} takes whole groups, but prompts_per_step={config.prompts_per_step} "
             f"groups do not divide over {processes} processes; use {near}"
         )
+
+
+def check_on_policy(config: AlignConfig, objective: Objective) -> None:
+    """Refuse older rollouts where a loss has nothing that tells them from the policy's own."""
+    score = isinstance(objective, GRPO) and objective.trust == "score"
+    if (score or isinstance(objective, DMD)) and (config.updates > 1 or config.lag != "none"):
+        name = f"{config.objective.target}{' with trust=score' if score else ''}"
+        raise ConfigError(f"objective {name} is on-policy: use updates=1 lag=none, not updates={config.updates} "
+                          f"lag={config.lag}")  # fmt: skip
 
 
 def notes(config: AlignConfig, generator: Generator) -> list[str]:
@@ -265,6 +274,11 @@ def fixed(config: AlignConfig) -> dict[str, Any]:
 def weights_of(config: AlignConfig) -> dict[str, float]:
     """Weights of all rewards as terms of the mixture, by name; 0 for what is no term."""
     return {name: part.trained for name, part in config.rewards.items()}
+
+
+def ungated(config: AlignConfig) -> dict[str, float]:
+    """The same without gates: they are trained on too, so that none of weight 0 here has a part in the training."""
+    return {name: part.trained for name, part in config.rewards.items() if part.gate is None}
 
 
 def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:

@@ -394,8 +394,12 @@ def test_the_policy_in_official_names_is_the_policy_and_a_part_that_wan_lacks_is
     base.transformer = CausalWan(**plain)
     base.save(tmp_path / "wan")
     config.generator, config.prompts.source = str(tmp_path / "wan"), str(tmp_path / "prompts.jsonl")
-    said = [{"prompt": f"a {c} {o} {m}", "actions": "forward*17"} for c in COLOURS
-            for o in ("ball", "cube") for m in ("rests", "rolls left", "slides left")]
+    said = [
+        {"prompt": f"a {c} {o} {m}", "actions": "forward*17"}
+        for c in COLOURS
+        for o in ("ball", "cube")
+        for m in ("rests", "rolls left", "slides left")
+    ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, said)))
     run = make_run(config, tmp_path / "run", 1)
     expected = outputs(run.generator, run.policies)

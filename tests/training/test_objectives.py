@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from arvideo_rl.config import ConfigError, load, presets
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.streaming import Streaming
-from arvideo_rl.training.align import Run
+from arvideo_rl.training.align import Run, asked_for
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.distill import DistillConfig, Network, build
-from arvideo_rl.training.settings import OBJECTIVES, AlignConfig, Method, build_objective
+from arvideo_rl.training.settings import OBJECTIVES, AlignConfig, Method, Part, build_objective
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {
@@ -34,7 +34,9 @@ CASES = {
     "nft": dict(args=dict(coupling="visited", mean_flow=True)),
     "dmd": dict(args=dict(critic_updates=2, saliency=0.5, saliency_patch=8)),
     "dmd with a lora": dict(
-        target="dmd", args=dict(critic_updates=1, critic_kind="lora", normalise=False, balance=0.5)
+        target="dmd",
+        args=dict(critic_updates=1, critic_kind="lora", normalise=False, balance=0.5),
+        rewards={"actions": Part("inverse_dynamics"), "colour": Part("naive_colour")},
     ),
 }
 
@@ -60,7 +62,7 @@ def config(config, teacher):
 def told(config, name):
     """The test's configuration with a case's objective."""
     config, teacher = copy.deepcopy(config), config.teacher
-    case = dict(CASES[name])
+    case = copy.deepcopy(CASES[name])
     if "dmd" in name:
         case["args"] = case["args"] | {"teacher": teacher}
     config.objective = Method(case.pop("target", name), case.pop("args"))
@@ -113,6 +115,15 @@ def test_noise_of_refreshing_is_found_again_in_the_update(name, config, tmp_path
     config = told(config, name)
     config.generator, config.updates = str(tmp_path / "noisy"), 1
     assert Run(config, Accelerator()).step()["train/ratio_off"] < 1e-5
+
+
+def test_a_second_update_of_nft_still_has_the_policy_that_drew_as_the_old_one(config):
+    config = told(config, "nft")
+    config.updates, config.objective.args = 2, {}
+    run = Run(config, Accelerator())
+    row = run.step()
+    assert row["train/x0_moved"] > 0 and row["train/context_gap"] > 0  # of the last update
+    assert run.policies.old_is_current and Run(config, Accelerator()).policies.old_is_current
 
 
 def test_a_second_update_moves_the_ratio(config):
@@ -201,3 +212,54 @@ def test_every_recipe_builds_its_objective(path):
     objective = build_objective(config.objective, config.frames // 3)
     assert objective.exploration and config.rewards
     assert config.name == path.stem or path.stem.startswith(("base", "debug", "naive"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dmd", dict(args=dict(through_context=True), streaming=dict(compress=3)), "not streaming.compress; set it to"),
+        ("dmd", dict(args=dict(through_context=True), streaming=dict(recompute=True, sink=0)), "not streaming.recompute"),
+        ("dmd", dict(args=dict(saliency=1.0), score="accuracy"), "rewards.actions .* as configured has no gradient"),
+        ("dmd", dict(args=dict(balance=0.5, normalise=False)), "balance weighs several rewards .*, and one is trained"),
+        ("dmd", dict(updates=2), "objective dmd is on-policy: use updates=1 lag=none, not updates=2"),
+        ("grpo", dict(args=dict(trust="score")), "objective grpo with trust=score is on-policy: .*, not updates=2"),
+        ("grpo", dict(args=dict(trust="score"), updates=1, lag="nft"), "not updates=1 lag=nft"),
+        ("grpo", dict(args=dict(packed=True, context_writer="current"), streaming=dict(compress=3)), "packed=false"),
+        ("kv_routing", dict(group=2), "group=2: kv_routing chooses between branches, .*; use 3 or more"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_loss_cannot_use_is_refused_before_anything_runs(name, change, message, config, tmp_path):
+    generator = Generator.load(config.generator)
+    generator.streaming = dataclasses.replace(generator.streaming, **change.pop("streaming", {}))
+    generator.save(tmp_path / "other")
+    config = told(config, name)
+    config.generator = str(tmp_path / "other")
+    config.rewards["actions"].args["score"] = change.pop("score", "expected_accuracy")
+    config.objective.args |= change.pop("args", {})
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(ValueError, match=message):
+        asked_for(config, Generator.load(config.generator), 1)
+
+
+def test_a_run_does_not_go_on_with_another_teacher(config, tmp_path):
+    config = told(config, "dmd")
+    Run(config, Accelerator()).save(tmp_path / "run")
+    other = Generator.load(config.objective.args["teacher"])
+    other.transformer.proj_out.weight.data += 1e-3
+    other.save(tmp_path / "teacher")
+    config.objective.args["teacher"] = str(tmp_path / "teacher")
+    with pytest.raises(ValueError, match="does not belong to .*: teacher was .* when it was saved"):
+        Run(config, Accelerator()).restore(tmp_path / "run")
+
+
+def test_processes_compare_their_critics_too(config, monkeypatch):
+    run = Run(told(config, "dmd"), Accelerator())
+    seen = []
+    monkeypatch.setattr("arvideo_rl.training.align.gather_object", lambda x: seen.extend(x) or x)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    run.check_processes()
+    next(iter(run.critic.policies.parameters().values())).data += 1e-3
+    run.check_processes()
+    assert seen[0] != seen[1]

@@ -96,9 +96,20 @@ def test_the_mean_kl_is_of_the_pulled_branches():
     assert "pull/kl" not in pull.follow(policies, {"train/pull": 0.0})  # nobody is suspected
 
 
+def test_a_gate_is_trained_on_and_hence_no_judge(config):
+    config.rewards["sharp"] = Part("sharpness", gate=-1e9)
+    metrics = Run(config, Accelerator()).step()
+    del config.rewards["sharp"]
+    assert metrics["pull/suspicion"] == Run(config, Accelerator()).step()["pull/suspicion"]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (
+            lambda c: setattr(c.rewards["colour"], "gate", 0.1),
+            "needs independent judges: add rewards with weight=0 to actions",
+        ),
         (lambda c: c.rewards.pop("colour"), "selective needs independent judges: add rewards with weight=0 to actions"),
         (lambda c: setattr(c.rewards["actions"], "weight", 0.0), "no reward is trained: give one of actions, colour a"),
         (

@@ -155,9 +155,14 @@ def test_every_objective_with_a_ratio_takes_a_replay_and_resumes_to_the_bit(name
             lambda c: setattr(c, "objective", Method("grpo", {"trust": "score"})),
             "objective grpo with trust=score has no",
         ),
+        (
+            lambda c: setattr(c, "objective", Method("grpo", {"window": {"size": 1, "moves": 1}})),
+            "window.moves=1: the steps",
+        ),
         (lambda c: setattr(c, "lag", "none"), "needs lag=frozen, not lag=none"),
         (lambda c: setattr(c.replay, "groups", 5), "replay.groups=5 are not whole steps of 2 groups; use 4 or 6"),
         (lambda c: setattr(c.replay, "groups", 0), "replay.groups=0"),
+        (lambda c: setattr(c.replay, "path", c.generator + "/generator.json"), "replay.path=.* is not a folder"),
     ],
 )
 def test_what_cannot_be_trained_on_a_replay_is_refused(change, says, config, tmp_path):
