@@ -3,11 +3,11 @@
     python tools/bench_objectives.py [--objectives nft pairs ...] [--prompts 1] [--repeats 2] [--json out.json]
 
 Times are of real iterations of the recipes, on one thread, with ``--prompts`` groups each (the recipes have 8):
-seconds per scored video (rollout, decoding, reward) and per update, the share of each part, and the estimate of
---dry-run over them. Bytes need no idle machine: those that one loss saves for its backward (distinct tensors), for
-videos of 12, 24 and 48 frames; KV routing with all branches in one forward, and fewer at a time; the most that is
-allocated in a rollout and an update (every allocation is followed) against the estimate. A fork group of 8 is timed
-against 8 whole rollouts, in turn. Prints tables, and with --json writes the numbers.
+seconds per scored video (rollout, decoding, reward) and per update (with dmd's critic and teacher), the share of each
+part, and the estimate of --dry-run over them. Bytes need no idle machine: those that one loss saves for its backward
+(distinct tensors), for videos of 12, 24 and 48 frames; KV routing with all branches in one forward, and fewer at a
+time; the most that is allocated in a rollout and an update (every allocation is followed) against the estimate. A fork
+group of 8 is timed against 8 whole rollouts, in turn. Prints tables, and with --json writes the numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,30 @@ from arvideo_rl.config import load
 from arvideo_rl.objectives.record import Record
 from arvideo_rl.training import cost, memory
 from arvideo_rl.training.align import Run
+from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.settings import AlignConfig
 from samplers.exploration import draws
 
 RECIPES = {
     "nft": "tiny_nft", **{k: f"{k}_tiny" for k in ("cm_grpo", "flow_grpo", "dance_grpo", "cps_grpo", "flow_dppo",
-                                                   "tempact", "chunk_fork", "kv_routing", "fpo", "pairs")},
+                                                   "tempact", "chunk_fork", "kv_routing", "fpo", "pairs", "dmd")},
 }  # fmt: skip
 LENGTHS = (12, 24, 48)
 SHORTEST = {"kv_routing": 18}  # a fork needs a full window and older frames
+LONGEST = {"dmd": 18}  # what its teacher reads
 GROUP = 8  # of the fork that is timed against whole rollouts
 
 
 def run_of(recipe: str, *items: str) -> Run:
     """A run of a recipe that writes nothing."""
     return Run(load(AlignConfig, f"align/{recipe}", list(items)), Accelerator(cpu=True))
+
+
+def rollouts(run: Run, rows: list[int]) -> tuple[Record, Prompts]:
+    """Branches of so many groups as an update takes them; where teacher and critic would have to say something of
+    them, they say nothing."""
+    record, prompts = run._rollouts(rows)
+    return (replace(record, towards=torch.zeros_like(record.latents)) if run.critic else record), prompts
 
 
 def graph_bytes(run: Run, record: Record) -> list[int]:
@@ -95,12 +105,20 @@ def measured_memory(run: Run) -> dict[str, tuple[int, int]]:
     trainable = sum(p.numel() for p in run.policies.parameters().values())
     told = memory.phases(run.config, run.generator, trainable)
     rows = list(range(run.config.prompts_per_step))
-    in_rollout, (record, _) = peak(lambda: run._rollouts(rows))
+    in_rollout, (record, prompts) = peak(lambda: rollouts(run, rows))
     adv = torch.randn(len(record), run.config.frames // run.generator.streaming.chunk)
-    run._update(record, adv)  # the optimizer's moments are there from the second on
-    in_update, _ = peak(lambda: run._update(record, adv))
-    moments = [v for s in run.optimizer.state.values() for v in s.values() if v.ndim]
-    networks = [run.generator.transformer, *getattr(run.policies, "_copies", {}).values()]
+
+    def update() -> None:
+        if run.critic is not None:
+            run.critic.learn(record, prompts, run.config.update_batch, run.accelerator)
+        run._update(record, adv)
+
+    update()  # the optimizer's moments are there from the second on
+    in_update, _ = peak(update)
+    critic = [] if run.critic is None else [run.critic]
+    moments = [v for o in (run, *critic) for s in o.optimizer.state.values() for v in s.values() if v.ndim]
+    policies = [run.policies, *(c.policies for c in critic)]
+    networks = [n for p in policies for n in (p.model, *getattr(p, "_copies", {}).values())]
     static = sum(x.nbytes for x in [*(p for n in networks for p in n.parameters()), *moments])
     kept = record.latents.nbytes + sum(t.nbytes for _, t in record.script.texts)
     kept += 0 if record.steps is None else record.steps.x.nbytes + record.steps.x0.nbytes
@@ -164,9 +182,9 @@ def main() -> None:
         }  # fmt: skip
         saved = {}
         for length in LENGTHS:
-            frames = max(length, SHORTEST.get(name, 0))
+            frames = min(max(length, SHORTEST.get(name, 0)), LONGEST.get(name, length))
             long = run_of(RECIPES[name], *args.set, "prompts_per_step=1", f"frames={frames}")
-            saved[frames] = max(graph_bytes(long, long._rollouts([0])[0]))
+            saved[frames] = max(graph_bytes(long, rollouts(long, [0])[0]))
         found[name]["saved"] = saved
     mib = 2**20
     table(f"seconds, {args.prompts} group(s) an iteration, one thread",
@@ -176,9 +194,9 @@ def main() -> None:
             f"{cost.number(sum(r['counted'].values()))}FLOP", f"{r['estimated'] / r['total']:.2f}"]
            for k, r in found.items()])  # fmt: skip
     table("MiB that one loss saves, by frames of the video; and memory, estimated over measured",
-          ["", *map(str, LENGTHS), "rollout", "update"],
-          [[k, *(f"{v / mib:.1f}" for v in r["saved"].values()), *(f"{a / b:.2f}" for a, b in r["memory"].values())]
-           for k, r in found.items()])  # fmt: skip
+          ["", "saved", "rollout", "update"],
+          [[k, ", ".join(f"{n}: {v / mib:.1f}" for n, v in r["saved"].items()),
+            *(f"{a / b:.2f}" for a, b in r["memory"].values())] for k, r in found.items()])  # fmt: skip
     if "kv_routing" in args.objectives:
         routed = {}
         for size in ("null", "2", "1"):

@@ -136,8 +136,8 @@ def check_matching(objective: DMD, rewards: dict[str, tuple[Reward, float]], win
     trained = {name: reward for name, (reward, weight) in rewards.items() if weight}
     for name, reward in trained.items() if objective.saliency else ():
         if not getattr(reward, "differentiable", False) or reward.granularity == "group":
-            raise ConfigError(f"objective.args.saliency: rewards.{name} ({reward.name!r}) as configured has no gradient; "
-                              "set saliency=0, or use one that declares differentiable")  # fmt: skip
+            raise ConfigError(f"objective.args.saliency: rewards.{name} ({reward.name!r}) as configured has no "
+                              "gradient; set saliency=0, or use one that declares differentiable")  # fmt: skip
     if objective.balance and len(trained) < 2:
         raise ConfigError("objective.args.balance weighs several rewards against each other, and one is trained; set "
                           "it to 0 or add rewards")  # fmt: skip

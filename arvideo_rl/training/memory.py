@@ -84,6 +84,8 @@ def phases(config: AlignConfig, generator: Generator, trainable: int, processes:
     latents = channels * height * breadth
     if getattr(objective, "packed", False):  # all noisy chunks, and the clean ones that they read
         blocks *= 2 * config.frames // s.chunk - 1
+    if getattr(objective, "through_context", False):  # one forward of every chunk
+        blocks *= config.frames // s.chunk
     graph = rows * (blocks + LOSS * FLOAT * s.chunk * latents)
     branches = config.prompts_per_step * config.group // processes
     steps = recorded_steps(config, objective, len(s.levels), s.chunk)
@@ -129,7 +131,8 @@ def critic_bytes(config: AlignConfig, objective: DMD) -> tuple[int, int]:
     block = here * (13 * dim + 2 * net.ffn_dim + extra) * FLOAT + read
     blocks = net.num_layers * here * dim * width + 2 * block if config.checkpointing else (net.num_layers + 1) * block
     moments = (20 if lora else 12) * trained_parameters(model, policy)
-    return _weight_bytes(model) * (1 if lora else 3) + moments, config.update_batch * blocks
+    clips = min(config.update_batch, config.prompts_per_step * config.group)
+    return _weight_bytes(model) * (1 if lora else 3) + moments, clips * blocks
 
 
 def _attended(keys: int, words: int, dim: int, width: int) -> int:

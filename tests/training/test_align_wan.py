@@ -123,6 +123,21 @@ def test_a_bfloat16_base_trains_a_float32_adapter(recipe, published):
     assert any(not torch.equal(v, run.policies.state()[k]) for k, v in before.items())
 
 
+def test_a_teacher_of_a_wan_matches_and_its_text_encoder_is_not_kept(recipe, published):
+    told = json.loads((published / "student.yaml").read_text())
+    told["wan"] |= {"dtype": "bfloat16", "base": str(published / "base"), "transformer": str(published / "student.pt")}
+    told["streaming"] |= {"chunk": 6, "window": 6, "sink": 0}  # all frames of a clip at once
+    (recipe.parent / "teacher.yaml").write_text(json.dumps(told))
+    args = dict(teacher="teacher.yaml", critic_kind="lora", critic_rank=2, critic_updates=1, negative="rolls")
+    objective = {"objective": {"target": "dmd", "args": args}}
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | objective))
+    run = Run(load(AlignConfig, str(recipe), []), accelerate_on_known_ground())
+    assert run.critic.teacher.text_encoder._model is None
+    row = run.step()
+    assert row["train/grad_norm"] > 0 and row["critic/grad_norm"] > 0 and row["train/x0_moved"] < 1e-9
+    assert run.critic.teacher.text_encoder._model is None, "all that is asked was known before"
+
+
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does_and_the_main_one_has_the_videos(recipe):
     """A minute."""

@@ -218,7 +218,7 @@ def test_every_recipe_builds_its_objective(path):
     ("name", "change", "message"),
     [
         ("dmd", dict(args=dict(through_context=True), streaming=dict(compress=3)), "not streaming.compress; set it to"),
-        ("dmd", dict(args=dict(through_context=True), streaming=dict(recompute=True, sink=0)), "not streaming.recompute"),
+        ("dmd", dict(args=dict(through_context=True), streaming=dict(recompute=True, sink=0)), "streaming.recompute"),
         ("dmd", dict(args=dict(saliency=1.0), score="accuracy"), "rewards.actions .* as configured has no gradient"),
         ("dmd", dict(args=dict(balance=0.5, normalise=False)), "balance weighs several rewards .*, and one is trained"),
         ("dmd", dict(updates=2), "objective dmd is on-policy: use updates=1 lag=none, not updates=2"),
