@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,5 +122,4 @@ class DMD:
         return loss.float(), {
             "x0_moved": (x.detach() - was).square().mean().item(),  # 0 at the first update
             "direction": g.abs().mean().item(),
-            "weight_spread": float(np.std(weights.double().mean((1, 2, 3, 4)).tolist())),
         }

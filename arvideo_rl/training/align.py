@@ -307,6 +307,7 @@ class Run:
                 off = imbalance(torch.tensor(self.critic.history))
                 metrics["reward/imbalance"], total = off, total - objective.balance * off
             total = objective.weigh(total)
+            metrics["train/weight_spread"] = total.mean(1).std(correction=0).item()
         voices = ungated(self.config)
         gates, seen = self.pull.gates({name: judged[name] for name in voices}, voices, every_group)
         at = accelerator.process_index * len(groups)
@@ -320,7 +321,7 @@ class Run:
         streaming = self.generator.streaming
         adv = adv.to(accelerator.device)
         whole = len(record) * accelerator.num_processes
-        seen: dict[str, list[float]] = {}
+        seen: dict[str, list[tuple[float, int]]] = {}
         parameters = list(self.policies.parameters().values())
         gap = None
         exploration = self.objective.exploration
@@ -339,7 +340,7 @@ class Run:
                 self.policies.check_backward()
                 (loss * len(part) / whole).backward()
                 for k, v in metrics.items():
-                    seen.setdefault(k, []).append(v)
+                    seen.setdefault(k, []).append((v, len(part)))
         sum_gradients(parameters, accelerator)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         if not torch.isfinite(norm):

@@ -19,10 +19,11 @@ def sum_gradients(parameters: list, accelerator: Accelerator) -> None:
         at += p.numel()
 
 
-def mean_over_processes(seen: dict[str, list[float]], accelerator: Accelerator) -> dict[str, float]:
-    """Mean of each metric over everything seen anywhere; processes may have seen different names."""
-    everything: dict[str, list[float]] = {}
+def mean_over_processes(seen: dict[str, list[tuple[float, int]]], accelerator: Accelerator) -> dict[str, float]:
+    """Mean of each metric over everything seen anywhere, as (value, branches that it is of); processes may have seen
+    different names."""
+    everything: dict[str, list[tuple[float, int]]] = {}
     for part in gather_object([seen]) if accelerator.num_processes > 1 else [seen]:
         for k, v in part.items():
             everything.setdefault(k, []).extend(v)
-    return {f"train/{k}": sum(v) / len(v) for k, v in sorted(everything.items())}
+    return {f"train/{k}": sum(x * n for x, n in v) / sum(n for _, n in v) for k, v in sorted(everything.items())}

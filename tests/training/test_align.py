@@ -61,14 +61,17 @@ def test_k_resume_k_equals_2k_bit_for_bit(config, tmp_path, kind, lag):
 
 
 def test_micro_batches_equal_the_large_batch(config):
-    results = []
+    results, told = [], []
     for size in (3, 8):
         config.update_batch = size
         run = Run(copy.deepcopy(config), Accelerator())
         run.optimizer = torch.optim.SGD(run.policies.parameters().values(), lr=1.0)
         run.step()
         results.append(trained(run))
+        told.append(run.step())
     assert same(*results, tolerance=1e-6)
+    names = ("train/kl", "train/pull", "train/mean_signal", "train/policy_loss")
+    assert [told[0][k] for k in names] == pytest.approx([told[1][k] for k in names], rel=1e-4, abs=1e-7)
 
 
 def test_before_the_first_update_all_policies_agree_and_the_kl_is_zero(config):
