@@ -44,7 +44,7 @@ class Critic:
         except ValueError as error:
             raise ConfigError(f"objective.args.teacher: {error}") from None
         self.objective, self.frames = objective, frames
-        _check_fit(objective.teacher, self.teacher, student, frames)
+        _check_fit(objective, self.teacher, student, frames)
         self.weights = fingerprint(dict(self.teacher.transformer.named_parameters()))  # what a checkpoint belongs to
         policy = PolicyConfig(objective.critic_kind, objective.critic_rank, float(objective.critic_rank))
         self.policies = Policies(self.teacher.transformer, policy, seed)
@@ -164,8 +164,12 @@ def _parts(count: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-def _check_fit(name: str, teacher: Generator, student: Generator, frames: int) -> None:
-    chunk = teacher.streaming.chunk
+def _check_fit(objective: DMD, teacher: Generator, student: Generator, frames: int) -> None:
+    name, chunk = objective.teacher, teacher.streaming.chunk
+    low = next((p.dtype for p in teacher.transformer.parameters() if p.dtype != torch.float32), None)
+    if objective.critic_kind == "full" and low:  # policies.py would say it of the generator
+        raise ConfigError(f"objective.args.critic_kind=full would train {str(low)[6:]} weights, which barely move; use "
+                          "critic_kind=lora, or a teacher with wan.dtype=float32")  # fmt: skip
     if chunk < frames:
         raise ConfigError(
             f"objective.args.teacher={name} reads {chunk} frames at once, but clips have frames={frames}; use "

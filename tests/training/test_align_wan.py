@@ -123,6 +123,21 @@ def test_a_bfloat16_base_trains_a_float32_adapter(recipe, published):
     assert any(not torch.equal(v, run.policies.state()[k]) for k, v in before.items())
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_run_on_a_base_of_low_precision_ends_well_and_can_be_converted(kind, recipe, published, capsys):
+    """Which merging rounds, as loading an adapter in diffusers does."""
+    told = json.loads((published / "student.yaml").read_text())
+    told["wan"] |= {"dtype": kind, "base": str(published / "base"), "transformer": str(published / "student.pt")}
+    half = recipe.with_name("half.yaml")
+    half.write_text(json.dumps(told))
+    items = ("iterations=1", "lr=0.01", "probe.every=0", "held_out.noises=1")
+    assert arvideo("align", recipe, f"generator={half}", *items) == 0, capsys.readouterr().err
+    folder = recipe.parent / "runs" / "wan"
+    assert (folder / "summary.json").is_file() and (folder / "adapter").is_dir()
+    for form in ("peft", "merged", "official"):
+        assert arvideo("convert", folder, f"out={form}", f"format={form}") == 0, capsys.readouterr().err
+
+
 def test_a_teacher_of_a_wan_matches_and_its_text_encoder_is_not_kept(recipe, published):
     told = json.loads((published / "student.yaml").read_text())
     told["wan"] |= {"dtype": "bfloat16", "base": str(published / "base"), "transformer": str(published / "student.pt")}
@@ -131,6 +146,8 @@ def test_a_teacher_of_a_wan_matches_and_its_text_encoder_is_not_kept(recipe, pub
     args = dict(teacher="teacher.yaml", critic_kind="lora", critic_rank=2, critic_updates=1, negative="rolls")
     objective = {"objective": {"target": "dmd", "args": args}}
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | objective))
+    with pytest.raises(ConfigError, match="critic_kind=full would train bfloat16 weights"):
+        Run(load(AlignConfig, str(recipe), ["objective.args.critic_kind=full"]), accelerate_on_known_ground())
     run = Run(load(AlignConfig, str(recipe), []), accelerate_on_known_ground())
     assert run.critic.teacher.text_encoder._model is None
     row = run.step()
