@@ -33,7 +33,7 @@ class ChunkFork:
 
     sigma: float = 0.5  # how far the branches' noise lies from the common one
     neighbours: str = "init"  # which of the pivot's draws differ: the initial noise, as published, or all
-    anchors: int = 4  # branches from whose inputs the trained policy predicts, drawn anew in every update
+    anchors: int = 4  # branches from whose inputs the trained policy predicts, drawn anew in every iteration
     tau: float | None = None  # of the softmax; null = the median distance between branches, per group and step
     clip: float = 0.2  # of the ratio of two probabilities over the group
     adv_clip: float = 5.0  # advantages are clipped to +- this

@@ -35,7 +35,7 @@ def judge_of(reward: Reward, generator: Generator, prompts: Prompts) -> Judge:
     def judge(chunk: int, clean: Tensor, before: Tensor | None) -> Tensor:
         known = before is not None
         frames = torch.cat([before[:, -1:], clean], 1) if before is not None else clean
-        pixels = generator.codec.decode(frames).float()
+        pixels = generator.codec.decode(frames).float().cpu()  # where rewards are
         first = chunk * generator.streaming.chunk - known
         actions = prompts.actions[:, first + 1 : first + frames.shape[1]].contiguous()
         clips = Clips(
