@@ -35,6 +35,9 @@ def check_pull(config: PullConfig, weights: dict[str, float], objective: Objecti
     asked = [
         f"{k}={getattr(config, k)}" for k in ("branches", "reference") if getattr(config, k) not in ("all", "start")
     ]
+    if asked and not hasattr(objective, "kl_weight"):
+        raise ConfigError(f"pull.{asked[0]}: this objective pulls nothing to a reference (it has no kl_weight); leave "
+                          "pull out")  # fmt: skip
     if asked and not getattr(objective, "kl_weight", 0.0):
         raise ConfigError(f"pull.{asked[0]} needs a pull: set objective.args.kl_weight above 0")
     if config.branches == "all":

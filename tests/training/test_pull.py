@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from arvideo_rl.config import ConfigError
 from arvideo_rl.training.align import Run
 from arvideo_rl.training.pull import Pull, PullConfig
-from arvideo_rl.training.settings import Part
+from arvideo_rl.training.settings import Method, Part
 
 
 @pytest.fixture
@@ -115,6 +115,10 @@ def test_a_gate_is_trained_on_and_hence_no_judge(config):
         (
             lambda c: c.objective.args.update(kl_weight=0.0),
             "pull.branches=selective needs a pull: set objective.args.kl",
+        ),
+        (
+            lambda c: setattr(c, "objective", Method("dmd", {"teacher": "x"})),
+            "pulls nothing to a reference .*no kl_weight",
         ),
         (lambda c: setattr(c.pull, "branches", "some"), "pull.branches=.*selective"),
         (lambda c: setattr(c.pull, "share", 0.5), "pull.share=0.5: use 0.02 to 0.2"),
