@@ -33,6 +33,7 @@ generate writes it) or from the command line. A file that cannot be scored gets 
   arvideo score clip.mp4 actions='forward*17'
   arvideo score videos/ reward=inverse_dynamics,naive_colour out=scores.jsonl
   arvideo score after/ compare=before/
+  arvideo score samples.csv reward=epipolar pairs=pairs.jsonl pairing.gap=0.1
 
 keys and defaults
 {keys(ScoreConfig)}"""
@@ -87,7 +88,8 @@ def show(job: Job, result: Result) -> None:
     _table(job, result)
     if result.resumed:
         print(f"{result.resumed} of {len(job.tasks)} files were scored before the command was stopped")
-    for name, found in result.summary.items():
+    for name in job.rewards:
+        found = result.summary[name]
         label = f"{name}: " if len(job.rewards) > 1 else ""
         if "paired" in found:
             for which in ("own", "compare"):
@@ -95,6 +97,8 @@ def show(job: Job, result: Result) -> None:
             _paired(label, found["paired"])
         elif found["files"] > 1 or found["invalid"]:
             _numbers(label, found)
+    if job.config.pairs:
+        _preferences(result, job.config.pairs)
     took = result.seconds
     if took["clock"] > 2 and took["decoding"] + took["scoring"] > 0:
         print(
@@ -146,6 +150,18 @@ def _numbers(label: str, found: dict[str, Any]) -> None:
         print(f"{label}0 of {found['files']} files could be scored")
     if found["invalid"]:
         print(f"{label}not scored: " + ", ".join(f"{n} {reason}" for reason, n in found["invalid_by_reason"].items()))
+
+
+def _preferences(result: Result, where: str) -> None:
+    """The pairs that were made, and what became of everything else."""
+    found = result.summary["pairs"]
+    gaps = sorted(pair["gap"] for pair in result.pairs)
+    spread = f"; gap {gaps[0]:.4f} to {gaps[-1]:.4f}, median {gaps[len(gaps) // 2]:.4f}" if gaps else ""
+    print(f"{found['pairs']} pairs in {found['groups']} groups by {found['reward']}{spread}")
+    for what in ("clips", "groups"):
+        if left := found[f"{what}_left_out"]:
+            print(f"{what} left out: " + ", ".join(f"{n} {reason}" for reason, n in left.items()))
+    print(f"wrote {where}")
 
 
 def _paired(label: str, found: dict[str, Any]) -> None:
