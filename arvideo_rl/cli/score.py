@@ -97,6 +97,8 @@ def show(job: Job, result: Result) -> None:
             _paired(label, found["paired"])
         elif found["files"] > 1 or found["invalid"]:
             _numbers(label, found)
+        if job.config.maps:
+            _pictures(label, [r for r in result.rows if r["reward"] == name])
     if job.config.pairs:
         _preferences(result, job.config.pairs)
     took = result.seconds
@@ -150,6 +152,16 @@ def _numbers(label: str, found: dict[str, Any]) -> None:
         print(f"{label}0 of {found['files']} files could be scored")
     if found["invalid"]:
         print(f"{label}not scored: " + ", ".join(f"{n} {reason}" for reason, n in found["invalid_by_reason"].items()))
+
+
+def _pictures(label: str, rows: list[dict[str, Any]]) -> None:
+    """Where to look: the pictures of the lowest clip, or of one that could not be measured."""
+    drawn = [r for r in rows if r["maps"] and not r["maps"].startswith("none")]
+    if drawn:
+        worst = min(drawn, key=lambda r: (r["value"] is None, r["value"] or 0.0))
+        print(f"{label}pictures of {len(drawn)} clips; of the lowest: {worst['maps']}")
+    if missing := [r for r in rows if r["maps"].startswith("none")]:
+        print(f"{label}no picture of {missing[0]['file']}: {missing[0]['maps'][6:]} ({len(missing)} such)")
 
 
 def _preferences(result: Result, where: str) -> None:

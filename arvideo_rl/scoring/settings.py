@@ -95,7 +95,11 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
     if config.maps:
         check_names([t for t in tasks if not t.against], "maps")
     if config.maps and not any(hasattr(r, "maps") for r in rewards.values()):
-        raise ConfigError(f"maps={config.maps}: {' and '.join(rewards)} cannot draw pictures; leave maps out")
+        able = [n for n in registry.available() if hasattr(registry.resolve(n), "maps")]
+        cannot = f"{' and '.join(rewards)} cannot draw pictures"
+        raise ConfigError(
+            f"maps={config.maps}: {cannot}; leave maps out, or score with one that can: {', '.join(able)}"
+        )
     kept = {k: v for k, v in asdict(config).items() if k not in FREE}
     return Job(config, rewards, tasks, device, kept | {"device": device.type, "rewards": _described(config, rewards)})
 

@@ -40,15 +40,15 @@ def flat(rows: list[Row]) -> tuple[list[str], list[Row]]:
     """(columns, rows): file and value, the components, what else is known, then what the manifest passed through,
     as given.NAME where the name is taken."""
     parts = list(dict.fromkeys(k for r in rows for k in r["components"]))
-    paired = [k for k in ("set", "pair") if rows and k in rows[0]]
-    taken = {*FIRST, *THEN, *paired}
+    asked = [k for k in ("set", "pair", "maps") if rows and k in rows[0]]
+    taken = {*FIRST, *THEN, *asked}
     names = {k: f"component.{k}" if k in taken else k for k in parts}
     taken |= set(names.values())
     given = {k: f"given.{k}" if k in taken else k for k in dict.fromkeys(k for r in rows for k in r["given"])}
-    columns = [*FIRST, *names.values(), *THEN, *paired, *given.values()]
+    columns = [*FIRST, *names.values(), *THEN, *asked, *given.values()]
     out = []
     for r in rows:
-        row = {k: r[k] for k in (*FIRST, *THEN, *paired)}
+        row = {k: r[k] for k in (*FIRST, *THEN, *asked)}
         row |= {names[k]: v for k, v in r["components"].items()} | {given[k]: v for k, v in r["given"].items()}
         out.append({k: row[k] for k in columns if k in row})
     return columns, out

@@ -243,12 +243,44 @@ def test_a_reward_s_pictures_are_written_one_a_clip(clips, tmp_path):
         def maps(self, clips):
             return {"light": clips.frames.mean(2, keepdim=True).expand(-1, -1, 3, -1, -1)}
 
-    score_videos(clips, Shows(), maps=str(tmp_path / "maps"))
+    rows = score_videos(clips, Shows(), maps=str(tmp_path / "maps")).rows
     names = sorted(p.name for p in (tmp_path / "maps").iterdir())
     assert names == [f"clip_{i}.fussy.light.png" for i in range(7)]
-    with pytest.raises(ValueError, match="inverse_dynamics cannot draw pictures; leave maps out"):
+    told = {Path(r["file"]).name: r["maps"] for r in rows}
+    assert told["clip_2.gif"] == str(tmp_path / "maps" / "clip_2.fussy.*.png") and told["clip_3b.mp4"] == ""
+    with pytest.raises(ValueError, match="inverse_dynamics cannot draw pictures; leave maps out.* epipolar, .*sharpne"):
         score_videos(clips, maps=str(tmp_path / "more"), actions=ACTIONS)
     assert not (tmp_path / "more").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_value_and_no_two_clips_share_one(tmp_path):
+    class Fails(Fussy):
+        def maps(self, clips):
+            if clips.frames.mean() > 0.5:
+                raise ZeroDivisionError("no\nlight")
+            return {"light": clips.frames}
+
+    long = "红" * 80
+    for name, light in (("a b", 0.2), ("a_b", 0.3), ("sub/c", 0.2), (f"{long}1", 0.2), (f"{long}2", 0.2), ("bad", 0.9)):
+        write_video(tmp_path / "clips" / f"{name}.gif", torch.full((2, 3, 32, 32), light), 8)
+    rows = score_videos(tmp_path / "clips", Fails(), maps=str(tmp_path / "maps")).rows
+    assert all(r["value"] is not None for r in rows)
+    assert [r["maps"] for r in rows if r["maps"].startswith("none")] == ["none: ZeroDivisionError: no light"]
+    assert len(list((tmp_path / "maps").glob("*.png"))) == 5 and len({r["maps"] for r in rows}) == 6
+
+
+def test_the_pictures_of_a_shipped_reward_and_where_the_worst_one_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grain = torch.rand(3, 48, 48, generator=torch.Generator().manual_seed(0))
+    for name, blur in (("fine", 1), ("soft", 5)):
+        picture = torch.nn.functional.avg_pool2d(grain[None], blur, 1, blur // 2)
+        write_video(tmp_path / f"{name}.mp4", picture.expand(3, -1, -1, -1), 8)
+    code, out, err = said(capsys, "score", "fine.mp4", "soft.mp4", "reward=sharpness", "maps=m", "out=s.csv")
+    assert code == 0 and not err
+    lowest = "fine" if "lowest fine.mp4" in out else "soft"
+    assert f"pictures of 2 clips; of the lowest: m/{lowest}.sharpness.*.png" in out
+    assert sorted(p.name for p in Path("m").iterdir()) == ["fine.sharpness.detail.png", "soft.sharpness.detail.png"]
+    assert "m/soft.sharpness.*.png" in Path("s.csv").read_text()
 
 
 def test_globs_lists_and_a_file_named_twice(clips, monkeypatch):
