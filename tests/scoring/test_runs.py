@@ -21,6 +21,7 @@ from arvideo_rl.media import read_video, write_video
 from arvideo_rl.scoring import ScoreConfig, score_videos
 from arvideo_rl.scoring import run as running
 from arvideo_rl.scoring.settings import prepare
+from arvideo_rl.scoring.tables import even
 from arvideo_rl.training.prompts import parse_actions
 from rewards.contract import Clips, Scores, score
 from rewards.inverse_dynamics import InverseDynamics
@@ -331,6 +332,25 @@ def test_parquet_holds_the_same_table(clips, tmp_path):
     result = score_videos(clips, brightness, out=str(tmp_path / "s.parquet"))
     table = pq.read_table(tmp_path / "s.parquet").to_pylist()
     assert [r["value"] for r in table] == [r["value"] for r in result.rows]
+
+
+@pytest.mark.parametrize(
+    ("cells", "want"),
+    [
+        ([1, None, 2**62], [1, None, 2**62]),
+        ([1, 2.5, None], [1.0, 2.5, None]),
+        ([2**63, 1], ["9223372036854775808", "1"]),
+        ([True, 1], ["true", "1"]),
+        (["a", 1, None, ["b"]], ["a", "1", None, '["b"]']),
+        (["lone \ud800", "röt 红"], ["lone \\ud800", "röt 红"]),
+        ([None], [None]),
+    ],
+)
+def test_a_column_of_a_table_has_one_type_whatever_a_manifest_passed_through(cells, want):
+    found = even(cells)
+    assert found == want and len({type(x) for x in found if x is not None}) < 2
+    pa = pytest.importorskip("pyarrow")
+    assert pa.table({"x": found}).to_pylist() == [{"x": x} for x in want]
 
 
 def test_memory_stays_flat_over_many_short_clips(clips, tmp_path):
