@@ -103,9 +103,11 @@ def show(job: Job, result: Result) -> None:
         _preferences(result, job.config.pairs)
     took = result.seconds
     if took["clock"] > 2 and took["decoding"] + took["scoring"] > 0:
+        hidden = 1 - min(1.0, took["waiting"] / took["decoding"]) if took["decoding"] else 1.0
+        more = "; more workers would help" if took["waiting"] > took["clock"] / 2 else ""
         print(
-            f"{took['clock']:.1f} s, for {took['decoding']:.1f} s of decoding and {took['scoring']:.1f} s of scoring"
-            f" ({(took['decoding'] + took['scoring']) / took['clock']:.2f} at once)"
+            f"{took['clock']:.1f} s: {took['scoring']:.1f} s of scoring, {took['waiting']:.1f} s of waiting for files;"
+            f" {hidden:.0%} of {took['decoding']:.1f} s of decoding went on beside that{more}"
         )
     if job.config.out:
         from pathlib import Path

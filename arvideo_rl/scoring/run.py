@@ -33,7 +33,8 @@ class Result:
 
     rows: list[Row]
     summary: dict[str, Any]
-    seconds: dict[str, float] = field(default_factory=dict)  # decoding and scoring (summed), and by the clock
+    seconds: dict[str, float] = field(default_factory=dict)  # decoding (summed over workers), waiting for it, scoring,
+    # and all by the clock
     resumed: int = 0  # clips whose rows an earlier command had left
     pairs: list[Row] = field(default_factory=list)  # best and worst of each prompt, where they were asked for
 
@@ -62,7 +63,7 @@ def run(job: Job, tell: Callable[[int], None] = lambda clips: None) -> Result:
     are done. A KeyboardInterrupt leaves finished rows beside the output and says so."""
     out = Path(job.config.out) if job.config.out else None
     journal = Journal(out, job.settings) if out else None
-    seconds = {"decoding": 0.0, "scoring": 0.0, "clock": 0.0}
+    seconds = {"decoding": 0.0, "waiting": 0.0, "scoring": 0.0, "clock": 0.0}
     began = time.perf_counter()
     keys = [t.key for t in job.tasks]
     rows: dict[str, list[Row]] = {}
@@ -125,7 +126,9 @@ def _decoded(
                 while sent < len(order) and len(ahead) < size + job.config.workers:
                     ahead.append(pool.submit(_see, job.tasks[order[sent]], job.config))
                     sent += 1
+                began = time.perf_counter()
                 seen, took = ahead.popleft().result()
+                seconds["waiting"] += time.perf_counter() - began
                 seconds["decoding"] += took
                 out.append((keys[i], job.tasks[i], seen))
             yield out

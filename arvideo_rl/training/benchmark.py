@@ -51,7 +51,7 @@ def check(config: StreamingConfig, generator: Generator) -> None:
         value = getattr(config, key)
         if value % chunk or value < least * chunk:
             near = max(least, round(value / chunk)) * chunk
-            raise ConfigError(f"streaming.{key}={value}: use a multiple of {chunk} frames, a chunk; the next is {near}")
+            raise ConfigError(f"streaming.{key}={value}: use a multiple of {chunk} frames, a chunk, e.g. {near}")
     if config.frames < 2 * config.segment:
         raise ConfigError(f"streaming.frames={config.frames}: drift wants two segments of {config.segment} or more")
 

@@ -384,7 +384,8 @@ def test_decoding_and_scoring_overlap(clips, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "decode", slow)
     took = score_videos(sorted(clips.glob("*.gif")), judge, batch=1, workers=2).seconds
     assert min(took["decoding"], took["scoring"]) >= 7 * 0.05
-    assert took["clock"] < took["decoding"] + took["scoring"]
+    assert took["clock"] < took["decoding"] + took["scoring"] and took["waiting"] < took["decoding"]
+    assert took["waiting"] + took["scoring"] <= took["clock"]
 
 
 def said(capsys, *line):

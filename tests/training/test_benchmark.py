@@ -77,8 +77,8 @@ def test_the_switch_is_measured_as_the_generator_takes_it(generator):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"segment": 10}, "streaming.segment=10: use a multiple of 3 frames, a chunk; the next is 9"),
-        ({"segment": 3}, "streaming.segment=3: use a multiple of 3 frames, a chunk; the next is 6"),
+        ({"segment": 10}, "streaming.segment=10: use a multiple of 3 frames, a chunk, e.g. 9"),
+        ({"segment": 3}, "streaming.segment=3: use a multiple of 3 frames, a chunk, e.g. 6"),
         ({"frames": 12}, "drift wants two segments of 12 or more"),
         ({"switch_at": 7}, "streaming.switch_at=7"),
         ({"streams": 0}, "streaming.streams=0: use 1 or more"),
