@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rewards.contract import Clips
+from rewards.geometry import pictures
 from rewards.geometry.base import GeometricReward, Part, Unmeasurable, positive
 from rewards.geometry.cameras import diagonal, pixel_centres
 from rewards.geometry.flow import Flow, sample
@@ -40,14 +41,27 @@ class DynamicDegree(GeometricReward):
         self.tau = positive(self.name, tau)
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
-        fps = float(torch.as_tensor(clips.fps).expand(len(clips))[index])
         height, width = frames.shape[-2:]
-        speed = (trust(flow, frames) * flow.forward.norm(dim=-1)).flatten(1)  # pixels a frame [F-1, H W]
+        fps, speed = _rate(clips, index), _speed(frames, flow).flatten(1)
         fastest = speed.topk(max(1, round(TOP * speed.shape[1]))).values.mean(1) * fps
         v = float(fastest.mean()) / diagonal(height, width)
         dynamic = (fastest / VBENCH_FPS > VBENCH_PIXELS * min(height, width)).float().mean()
         return {"value": -math.expm1(-v / self.tau), "diagonals_per_second": v,
                 "vbench_dynamic": float(dynamic >= VBENCH_PAIRS)}  # fmt: skip
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """``speed``: brightest from four times ``tau`` on."""
+        speed = _speed(frames, flow) * _rate(clips, index) / diagonal(*frames.shape[-2:])
+        return {"speed": pictures.under(frames, pictures.heat(speed, 4 * self.tau))}
+
+
+def _rate(clips: Clips, index: int) -> float:
+    return float(torch.as_tensor(clips.fps).expand(len(clips))[index])
+
+
+def _speed(frames: Tensor, flow: Flow) -> Tensor:
+    """Pixels a frame [F-1, H, W], 0 where the flow cannot be trusted."""
+    return trust(flow, frames) * flow.forward.norm(dim=-1)
 
 
 class MotionSmoothness(GeometricReward):
@@ -61,15 +75,26 @@ class MotionSmoothness(GeometricReward):
     fewest = 3
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
-        there = pixel_centres(*frames.shape[-2:]) + flow.forward[:-1]
-        now, sure = flow.forward[:-1], trust(flow, frames)
-        later = sample(torch.cat([flow.forward, sure[..., None]], -1)[1:], there)  # of the same point one step on
-        weight = sure[:-1] * later[..., 2]
-        change = (weight * (later[..., :2] - now).norm(dim=-1)).sum()
-        speeds = (weight * (later[..., :2].norm(dim=-1) + now.norm(dim=-1))).sum()
+        weight, change, speeds = self._velocities(frames, flow)
+        change, speeds = (weight * change).sum(), (weight * speeds).sum()
         if float(weight.sum()) < FEWEST * weight.numel():
             raise Unmeasurable("content:few_followed")
         return {"value": float(1 - change / speeds.clamp_min(1e-12)), "followed": float(weight.mean())}
+
+    @staticmethod
+    def _velocities(frames: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every pixel of two steps [F-2, H, W]: how far it is followed, change of its velocity, sum of speeds."""
+        there = pixel_centres(*frames.shape[-2:]) + flow.forward[:-1]
+        now, sure = flow.forward[:-1], trust(flow, frames)
+        later = sample(torch.cat([flow.forward, sure[..., None]], -1)[1:], there)  # of the same point one step on
+        speeds = later[..., :2].norm(dim=-1) + now.norm(dim=-1)
+        return sure[:-1] * later[..., 2], (later[..., :2] - now).norm(dim=-1), speeds
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """``change`` of velocity, as a share of both speeds; grey where nothing is followed."""
+        weight, change, speeds = self._velocities(frames, flow)
+        share = (change / speeds.clamp_min(1e-6)).masked_fill(weight < 0.5, math.nan)
+        return {"change": pictures.under(frames, pictures.heat(share, 1.0))}
 
 
 class Flicker(GeometricReward):
@@ -86,16 +111,25 @@ class Flicker(GeometricReward):
         self.tau = positive(self.name, tau)
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
-        there = pixel_centres(*frames.shape[-2:]) + flow.forward
-        colours = frames.permute(0, 2, 3, 1)
-        change = (sample(colours[1:], there) - colours[:-1]).abs().mean(-1)
-        weight = flow.confidence
+        change, weight = self._change(frames, flow), flow.confidence
         if float(weight.sum()) < FEWEST * weight.numel():
             raise Unmeasurable("content:few_followed")
         contrast = float(frames.std((2, 3)).mean())
         error = float((weight * change).sum() / weight.sum()) / max(contrast, 1e-6)
         vbench = 1 - float(frames.diff(dim=0).abs().mean())
         return {"value": math.exp(-error / self.tau), "error": error, "vbench_temporal_flickering": vbench}
+
+    @staticmethod
+    def _change(frames: Tensor, flow: Flow) -> Tensor:
+        """Mean absolute change of colour along the flow [F-1, H, W]."""
+        colours = frames.permute(0, 2, 3, 1)
+        return (sample(colours[1:], pixel_centres(*frames.shape[-2:]) + flow.forward) - colours[:-1]).abs().mean(-1)
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """``change`` of colour over contrast, brightest from five times ``tau`` on; grey where nothing is followed."""
+        change = self._change(frames, flow) / max(float(frames.std((2, 3)).mean()), 1e-6)
+        change = change.masked_fill(flow.confidence < 0.5, math.nan)
+        return {"change": pictures.under(frames, pictures.heat(change, 5 * self.tau))}
 
 
 def trust(flow: Flow, frames: Tensor) -> Tensor:

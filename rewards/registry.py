@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,8 @@ class FunctionReward:
         self.licence: str = getattr(function, "licence", "unstated")
         self.hacked_by: str = getattr(function, "hacked_by", "unstated")
         self.differentiable: bool = getattr(function, "differentiable", False)
+        if hasattr(function, "maps"):
+            self.maps = partial(function.maps, **self.args)
 
     def __call__(self, clips: Clips) -> Scores:
         try:

@@ -36,12 +36,26 @@ def sharpness(clips: Clips, quantile: float = 0.25) -> Scores:
 def frame_sharpness(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of ``frames`` [F, 3, H, W] in [0, 1]: share of fine detail [F], gradient energy [F], standard deviation of the
     noise [F]. White noise of that size is taken out of the gradients before and after the blur."""
-    grey = (frames * torch.tensor(LUMA)[:, None, None]).sum(1, keepdim=True)
-    taps = torch.tensor(BINOMIAL)
-    blurred = conv2d(pad(grey, (2, 2, 2, 2), mode="replicate"), torch.outer(taps, taps)[None, None])
+    grey, blurred = _blurred(frames)
     before, after, noise = _energy(grey), _energy(blurred), noise_level(grey)
     detail = (before - after) - 4 * noise.square() * (1 - NOISE_KEPT)
     return (detail / before.clamp_min(LEAST)).clamp(0, 1), before, noise
+
+
+def _blurred(frames: Tensor) -> tuple[Tensor, Tensor]:
+    """Grey [F, 1, H, W] of ``frames`` [F, 3, H, W], and that after a small blur."""
+    grey = (frames * torch.tensor(LUMA)[:, None, None]).sum(1, keepdim=True)
+    taps = torch.tensor(BINOMIAL)
+    return grey, conv2d(pad(grey, (2, 2, 2, 2), mode="replicate"), torch.outer(taps, taps)[None, None])
+
+
+def detail(clips: Clips, quantile: float = 0.25) -> dict[str, Tensor]:
+    """``detail``, to look at: each frame over the size of what the blur takes from it, white from .1 on; pictures
+    [B, F, 3, 2 H, W]."""
+    frames = clips.frames.detach().float().cpu()
+    grey, blurred = _blurred(frames.flatten(0, 1))
+    lost = ((grey - blurred).abs() / 0.1).clamp(0, 1).unflatten(0, frames.shape[:2])
+    return {"detail": torch.cat([frames, lost.expand_as(frames)], 3)}
 
 
 def noise_level(grey: Tensor) -> Tensor:
@@ -65,3 +79,4 @@ sharpness.cost = "about 10 ms a frame at 256 x 448, on one CPU thread"  # type: 
 sharpness.value_range = (0.0, 1.0)  # type: ignore[attr-defined]
 sharpness.licence = "the package's own, no weights"  # type: ignore[attr-defined]
 sharpness.hacked_by = "grids, hard outlines, over-sharpening; one sharp frame held still"  # type: ignore[attr-defined]
+sharpness.maps = detail  # type: ignore[attr-defined]

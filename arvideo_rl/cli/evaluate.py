@@ -22,6 +22,7 @@ Generates the held-out prompts under fixed noises and measures the reward and ev
   arvideo evaluate
   arvideo evaluate generator=runs/quickstart against=tiny
   arvideo evaluate generator=runs/quickstart@best against=runs/quickstart
+  arvideo evaluate benchmark=streaming generator=runs/quickstart against=tiny out=bench.json
 
 keys and defaults
 {keys(EvaluateConfig)}"""
@@ -33,6 +34,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         raise UsageError(f"evaluate takes only key=value, not {words[0]!r}; e.g. generator={words[0]}")
     from arvideo_rl.progress import console
     from arvideo_rl.training import evaluation
+    from arvideo_rl.training.benchmark import markdown
     from arvideo_rl.training.launch import quiet
     from arvideo_rl.training.outcome import sentence, table
     from arvideo_rl.training.rundir import write_json
@@ -46,9 +48,14 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     size = config.held_out
     if "--dry-run" in flags:
         print(f"would generate {size.prompts} prompts x {size.noises} noises x {size.frames} frames for each")
+        if config.benchmark:
+            s = config.streaming
+            print(f"and stream {s.streams} prompts x {s.frames} frames, with a switch at frame {s.switch_at}")
         return 0
     result = evaluation.run(job)
-    if config.against:
+    if config.benchmark:
+        print(markdown(result))
+    elif config.against:
         console().print(table(result, f"{config.generator} against {config.against}"))
         print(sentence(result))
     else:

@@ -33,6 +33,7 @@ generate writes it) or from the command line. A file that cannot be scored gets 
   arvideo score clip.mp4 actions='forward*17'
   arvideo score videos/ reward=inverse_dynamics,naive_colour out=scores.jsonl
   arvideo score after/ compare=before/
+  arvideo score samples.csv reward=epipolar pairs=pairs.jsonl pairing.gap=0.1
 
 keys and defaults
 {keys(ScoreConfig)}"""
@@ -87,7 +88,8 @@ def show(job: Job, result: Result) -> None:
     _table(job, result)
     if result.resumed:
         print(f"{result.resumed} of {len(job.tasks)} files were scored before the command was stopped")
-    for name, found in result.summary.items():
+    for name in job.rewards:
+        found = result.summary[name]
         label = f"{name}: " if len(job.rewards) > 1 else ""
         if "paired" in found:
             for which in ("own", "compare"):
@@ -95,11 +97,17 @@ def show(job: Job, result: Result) -> None:
             _paired(label, found["paired"])
         elif found["files"] > 1 or found["invalid"]:
             _numbers(label, found)
+        if job.config.maps:
+            _pictures(label, [r for r in result.rows if r["reward"] == name])
+    if job.config.pairs:
+        _preferences(result, job.config.pairs)
     took = result.seconds
     if took["clock"] > 2 and took["decoding"] + took["scoring"] > 0:
+        hidden = 1 - min(1.0, took["waiting"] / took["decoding"]) if took["decoding"] else 1.0
+        more = "; more workers would help" if took["waiting"] > took["clock"] / 2 else ""
         print(
-            f"{took['clock']:.1f} s, for {took['decoding']:.1f} s of decoding and {took['scoring']:.1f} s of scoring"
-            f" ({(took['decoding'] + took['scoring']) / took['clock']:.2f} at once)"
+            f"{took['clock']:.1f} s: {took['scoring']:.1f} s of scoring, {took['waiting']:.1f} s of waiting for files;"
+            f" {hidden:.0%} of {took['decoding']:.1f} s of decoding went on beside that{more}"
         )
     if job.config.out:
         from pathlib import Path
@@ -146,6 +154,28 @@ def _numbers(label: str, found: dict[str, Any]) -> None:
         print(f"{label}0 of {found['files']} files could be scored")
     if found["invalid"]:
         print(f"{label}not scored: " + ", ".join(f"{n} {reason}" for reason, n in found["invalid_by_reason"].items()))
+
+
+def _pictures(label: str, rows: list[dict[str, Any]]) -> None:
+    """Where to look: the pictures of the lowest clip, or of one that could not be measured."""
+    drawn = [r for r in rows if r["maps"] and not r["maps"].startswith("none")]
+    if drawn:
+        worst = min(drawn, key=lambda r: (r["value"] is None, r["value"] or 0.0))
+        print(f"{label}pictures of {len(drawn)} clips; of the lowest: {worst['maps']}")
+    if missing := [r for r in rows if r["maps"].startswith("none")]:
+        print(f"{label}no picture of {missing[0]['file']}: {missing[0]['maps'][6:]} ({len(missing)} such)")
+
+
+def _preferences(result: Result, where: str) -> None:
+    """The pairs that were made, and what became of everything else."""
+    found = result.summary["pairs"]
+    gaps = sorted(pair["gap"] for pair in result.pairs)
+    spread = f"; gap {gaps[0]:.4f} to {gaps[-1]:.4f}, median {gaps[len(gaps) // 2]:.4f}" if gaps else ""
+    print(f"{found['pairs']} pairs in {found['groups']} groups by {found['reward']}{spread}")
+    for what in ("clips", "groups"):
+        if left := found[f"{what}_left_out"]:
+            print(f"{what} left out: " + ", ".join(f"{n} {reason}" for reason, n in left.items()))
+    print(f"wrote {where}")
 
 
 def _paired(label: str, found: dict[str, Any]) -> None:

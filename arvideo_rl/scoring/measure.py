@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from arvideo_rl.scoring.settings import DTYPES, Job
 from arvideo_rl.training.prompts import parse_actions
 from rewards.contract import Clips, Reward, score
 
-LONGEST = 100  # characters of a clip's name that go into that of its maps
+LONGEST = 100  # bytes of a clip's name that go into that of its maps
+SMALL = 128  # pixels: maps of clips less than half as high are enlarged
 Measured = dict[str, Any]  # value, components, reason and detail of one clip
 
 
@@ -87,12 +89,12 @@ def _measure(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, V
     out = []
     for i, reason in enumerate(scores.reasons):
         if reason is None:
-            if job.config.maps and hasattr(reward, "maps"):
-                _draw(job, reward, frames[i : i + 1], clips[i : i + 1])
             parts = {k: _finite(float(v[i])) for k, v in scores.components.items() if v.ndim == 1}
             out.append({"value": float(scores.value[i]), "components": parts, "reason": "", "detail": ""})
         else:
             out.append(_bad(reason, ""))
+        if job.config.maps and hasattr(reward, "maps"):
+            out[-1] |= _draw(job, reward, frames[i : i + 1], clips[i : i + 1])
     return out
 
 
@@ -100,15 +102,30 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _draw(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> None:
-    """Write what the reward can show of one clip, each map a sheet: ``reward.maps(clips)`` gives tensors
-    [1, T, 3, H, W] in [0, 1] by name."""
+def _draw(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> Measured:
+    """Write what the reward can show of one clip, also of one that it cannot measure, each map a sheet:
+    ``reward.maps(clips)`` gives tensors [1, F, 3, H, W] in [0, 1] by name. Says where they are, or why there are
+    none."""
     task = clips[0][0]
     folder = Path(job.config.maps) / "compare" if task.against else Path(job.config.maps)
-    name = re.sub(r"[^\w.-]+", "_", task.pair)[-LONGEST:]
-    with torch.no_grad():
-        for kind, picture in reward.maps(_clips(reward, frames, clips)).items():  # type: ignore[attr-defined]
-            write_video(folder / f"{name}.{reward.name}.{kind}.png", picture, 1)
+    start = f"{_file_name(task.pair)}.{_file_name(reward.name)}"
+    try:
+        with torch.no_grad():
+            drawn = reward.maps(_clips(reward, frames, clips))  # type: ignore[attr-defined]
+    except Exception as error:  # pictures are not worth the values
+        return {"maps": f"none: {type(error).__name__}: {' '.join(str(error).split())}"}
+    for kind, picture in drawn.items():
+        write_video(folder / f"{start}.{kind}.png", picture, 1, max(1, SMALL // frames.shape[-2]))
+    return {"maps": str(folder / f"{start}.*.png")}
+
+
+def _file_name(text: str) -> str:
+    """``text`` as a name of a file, of at most LONGEST bytes; another text never has the same."""
+    plain = re.sub(r"[^\w.-]+", "_", text)
+    short = plain.encode("utf-8", "replace")[-LONGEST:].decode(errors="ignore")
+    if short == text:
+        return text
+    return f"{short}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
 def _is_memory(error: Exception) -> bool:
@@ -141,4 +158,6 @@ def _rows(job: Job, task: Task, seen: Video | Problem, measured: dict[str, Measu
     told: Row = {"prompt": task.prompt, "given": task.given}
     if job.config.compare:
         told |= {"set": "compare" if task.against else "own", "pair": task.pair}
-    return [{"file": task.name, "reward": name, **measured[name], **size, **told} for name in job.rewards]
+    if job.config.maps:
+        told["maps"] = ""
+    return [{"file": task.name, "reward": name, **size, **told, **measured[name]} for name in job.rewards]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arvideo_rl.decoding import Reading, Video, VideoError, decode
+from arvideo_rl.scoring import pairs as pairing
 from arvideo_rl.scoring.inputs import Problem, Task
 from arvideo_rl.scoring.journal import Journal, Row, place
 from arvideo_rl.scoring.measure import score_batch
@@ -32,8 +33,10 @@ class Result:
 
     rows: list[Row]
     summary: dict[str, Any]
-    seconds: dict[str, float] = field(default_factory=dict)  # decoding and scoring (summed), and by the clock
+    seconds: dict[str, float] = field(default_factory=dict)  # decoding (summed over workers), waiting for it, scoring,
+    # and all by the clock
     resumed: int = 0  # clips whose rows an earlier command had left
+    pairs: list[Row] = field(default_factory=list)  # best and worst of each prompt, where they were asked for
 
 
 def score_videos(videos: str | Path | Sequence[str | Path], reward: Any = DEFAULT, **keys: Any) -> Result:
@@ -60,7 +63,7 @@ def run(job: Job, tell: Callable[[int], None] = lambda clips: None) -> Result:
     are done. A KeyboardInterrupt leaves finished rows beside the output and says so."""
     out = Path(job.config.out) if job.config.out else None
     journal = Journal(out, job.settings) if out else None
-    seconds = {"decoding": 0.0, "scoring": 0.0, "clock": 0.0}
+    seconds = {"decoding": 0.0, "waiting": 0.0, "scoring": 0.0, "clock": 0.0}
     began = time.perf_counter()
     keys = [t.key for t in job.tasks]
     rows: dict[str, list[Row]] = {}
@@ -91,10 +94,15 @@ def run(job: Job, tell: Callable[[int], None] = lambda clips: None) -> Result:
     seconds["clock"] = time.perf_counter() - began
     flat = [{k: v for k, v in row.items() if k != "key"} for key in keys for row in rows[key]]
     summary = summarise(flat, list(job.rewards), bool(job.config.compare))
+    pairs: list[Row] = []
+    if job.config.pairs:
+        by = job.config.pairing.reward or next(iter(job.rewards))
+        pairs, summary["pairs"] = pairing.make(job.tasks, [rows[key] for key in keys], by, job.config.pairing)
+        pairing.write(Path(job.config.pairs), pairs)
     if out and journal:
         write(out, flat, summary)
         journal.remove()
-    return Result(flat, summary, seconds, resumed)
+    return Result(flat, summary, seconds, resumed, pairs)
 
 
 Seen = Video | Problem
@@ -118,7 +126,9 @@ def _decoded(
                 while sent < len(order) and len(ahead) < size + job.config.workers:
                     ahead.append(pool.submit(_see, job.tasks[order[sent]], job.config))
                     sent += 1
+                began = time.perf_counter()
                 seen, took = ahead.popleft().result()
+                seconds["waiting"] += time.perf_counter() - began
                 seconds["decoding"] += took
                 out.append((keys[i], job.tasks[i], seen))
             yield out

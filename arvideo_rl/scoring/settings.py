@@ -13,6 +13,7 @@ import torch
 from arvideo_rl.config import ConfigError, check_choice, check_ranges
 from arvideo_rl.outputs import check_file, check_folder
 from arvideo_rl.scoring.inputs import Task, check_names, check_pairs, collect
+from arvideo_rl.scoring.pairs import MOTION, Pairing, check_groups
 from arvideo_rl.training.prompts import list_actions
 from rewards import registry
 from rewards.contract import NEEDS, Reward
@@ -21,7 +22,7 @@ DEFAULT = "inverse_dynamics"
 WRITES = (".csv", ".jsonl", ".parquet")
 KNOWN = {"fps", "prompts", "actions"}  # what can be said of a file
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FREE = ("workers", "out")  # may change when a stopped command goes on: they change no value
+FREE = ("workers", "out", "pairs", "pairing")  # may change when a stopped command goes on: they change no value
 
 
 @dataclass
@@ -54,6 +55,8 @@ class ScoreConfig:
     seconds: float = 600.0  # a file that takes longer to decode is given up
     out: str = ""  # also write rows here, as .csv, .jsonl or .parquet, and NAME.summary.json
     maps: str = ""  # folder for the pictures that a reward can draw (matches, errors, flow, depth)
+    pairs: str = ""  # also write the best and the worst clip of each prompt here, as .jsonl, for preference training
+    pairing: Pairing = field(default_factory=Pairing)
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,30 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
         theirs = collect([config.compare], **told)  # type: ignore[arg-type]
         check_pairs(tasks, theirs)
         tasks += [replace(t, against=True) for t in theirs]
+    if config.pairs:
+        _check_pairing(config, tasks)
     rewards = _build(config, own)
     if config.maps:
         check_names([t for t in tasks if not t.against], "maps")
     if config.maps and not any(hasattr(r, "maps") for r in rewards.values()):
-        raise ConfigError(f"maps={config.maps}: {' and '.join(rewards)} cannot draw pictures; leave maps out")
+        able = [n for n in registry.available() if hasattr(registry.resolve(n), "maps")]
+        cannot = f"{' and '.join(rewards)} cannot draw pictures"
+        raise ConfigError(
+            f"maps={config.maps}: {cannot}; leave maps out, or score with one that can: {', '.join(able)}"
+        )
     kept = {k: v for k, v in asdict(config).items() if k not in FREE}
     return Job(config, rewards, tasks, device, kept | {"device": device.type, "rewards": _described(config, rewards)})
+
+
+def _check_pairing(config: ScoreConfig, tasks: list[Task]) -> None:
+    """ConfigError when no pair can be made, whatever the values."""
+    check_file(Path(config.pairs), "pairs", (".jsonl",))
+    if config.out and Path(config.pairs) == Path(config.out):
+        raise ConfigError(f"pairs={config.pairs} is where out= writes the rows; choose another name")
+    if config.compare:
+        raise ConfigError("pairs and compare are two things: to pair clips of both sets, name both before the keys")
+    config.pairing.check()
+    check_groups(tasks, config.pairing.by)
 
 
 def _ranges(config: ScoreConfig) -> dict[str, str]:
@@ -141,6 +161,14 @@ def _build(config: ScoreConfig, own: Mapping[str, Any] | None) -> dict[str, Rewa
                 f"args: of which of {', '.join(names)}? Write rewards.NAME.target= and rewards.NAME.args."
             )
         out = {name: registry.build(name, **config.args) for name in names}
+    if config.pairs:
+        by = config.pairing.reward or next(iter(out))
+        if by not in out:
+            raise ConfigError(f"pairing.reward={by}: scored are {', '.join(out)}; name one of them")
+        if "pairs" in out:
+            raise ConfigError("a reward called 'pairs' cannot be told from the pairs in the summary; rename it")
+        if config.pairing.motion and MOTION not in out:
+            out[MOTION] = registry.build(MOTION)
     for name, reward in out.items():
         if reward.granularity != "clip":
             raise ConfigError(f"reward {name!r} gives a value for each {reward.granularity}; score wants one a clip")
@@ -152,6 +180,4 @@ def _build(config: ScoreConfig, own: Mapping[str, Any] | None) -> dict[str, Rewa
 
 def _described(config: ScoreConfig, rewards: Mapping[str, Reward]) -> dict[str, Any]:
     """What tells one set of rewards from another."""
-    if config.rewards:
-        return {k: asdict(v) for k, v in config.rewards.items()}
-    return {name: {"target": name, "args": dict(config.args)} for name in rewards}
+    return {k: asdict(config.rewards.get(k, Named(k, {} if config.rewards else dict(config.args)))) for k in rewards}

@@ -40,15 +40,15 @@ def flat(rows: list[Row]) -> tuple[list[str], list[Row]]:
     """(columns, rows): file and value, the components, what else is known, then what the manifest passed through,
     as given.NAME where the name is taken."""
     parts = list(dict.fromkeys(k for r in rows for k in r["components"]))
-    paired = [k for k in ("set", "pair") if rows and k in rows[0]]
-    taken = {*FIRST, *THEN, *paired}
+    asked = [k for k in ("set", "pair", "maps") if rows and k in rows[0]]
+    taken = {*FIRST, *THEN, *asked}
     names = {k: f"component.{k}" if k in taken else k for k in parts}
     taken |= set(names.values())
     given = {k: f"given.{k}" if k in taken else k for k in dict.fromkeys(k for r in rows for k in r["given"])}
-    columns = [*FIRST, *names.values(), *THEN, *paired, *given.values()]
+    columns = [*FIRST, *names.values(), *THEN, *asked, *given.values()]
     out = []
     for r in rows:
-        row = {k: r[k] for k in (*FIRST, *THEN, *paired)}
+        row = {k: r[k] for k in (*FIRST, *THEN, *asked)}
         row |= {names[k]: v for k, v in r["components"].items()} | {given[k]: v for k, v in r["given"].items()}
         out.append({k: row[k] for k in columns if k in row})
     return columns, out
@@ -58,11 +58,17 @@ def _parquet(columns: list[str], table: list[Row]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    numbers = (int, float, type(None))
-    cells = {k: [r.get(k) for r in table] for k in columns}
-    even = {k: v if all(isinstance(x, numbers) and not isinstance(x, bool) for x in v)
-            else [None if x is None else x if isinstance(x, str) else json.dumps(x) for x in v]
-            for k, v in cells.items()}  # fmt: skip
     out = io.BytesIO()
-    pq.write_table(pa.table(even), out)
+    pq.write_table(pa.table({k: even([r.get(k) for r in table]) for k in columns}), out)
     return out.getvalue()
+
+
+def even(cells: list[Any]) -> list[Any]:
+    """A column of one type, which a manifest need not have passed through: whole numbers, else numbers, else text."""
+    known = [x for x in cells if x is not None]
+    if all(type(x) is int and abs(x) < 2**63 for x in known):
+        return cells
+    if all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in known):
+        return [None if x is None else float(x) for x in cells]
+    texts = [x if isinstance(x, str) or x is None else json.dumps(x) for x in cells]
+    return [None if x is None else x.encode("utf-8", "backslashreplace").decode() for x in texts]

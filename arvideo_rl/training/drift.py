@@ -8,7 +8,8 @@ Shape letters: B streams, T pixel frames, C H W.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.progress import hidden
+from arvideo_rl.training.judges import shows_world
 from arvideo_rl.training.prompts import Prompts
 from arvideo_rl.training.rollout import appearance
 from arvideo_rl.world.scene import sample_actions
@@ -42,18 +44,18 @@ def segments(
     segment: int,
     watch: Callable[[Chunk, Tensor], None] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Stream every prompt under its actions [B, T] and measure each ``segment`` frames as they come (memory does not
-    grow with T). Returns one dict per segment of values [B]: brightness (mean luma, 0 to 1), contrast (its standard
+    """Stream every prompt under its actions [B, F] and measure each ``segment`` frames as they come (memory does not
+    grow with F). Returns one dict per segment of values [B]: brightness (mean luma, 0 to 1), contrast (its standard
     deviation over a frame), saturation (largest minus smallest channel), edges (mean difference of neighbouring
     pixels), motion (mean change between frames), seam (change into the first frame of a chunk over the change into the
-    others; 1 = no jump) and actions (accuracy of the held-out judge). ``watch`` is shown every chunk with its pixels
-    [B, F, 3, H, W]. ValueError unless segments are whole chunks, two at least."""
+    others; 1 = no jump) and, where the generator shows the world, actions (accuracy of the held-out judge). ``watch``
+    is shown every chunk with its pixels [B, T, 3, H, W]. ValueError unless segments are whole chunks, two at least."""
     settings = generator.streaming
     if segment % settings.chunk or segment < 2 * settings.chunk:
         raise ValueError(
             f"segment of {segment} frames: use a multiple of {settings.chunk}, {2 * settings.chunk} or more"
         )
-    judge = InverseDynamics("idm_heldout", score="accuracy")
+    judge = InverseDynamics("idm_heldout", score="accuracy") if shows_world(generator) else None
     takes_actions = generator.transformer.action_embedding is not None
     script = generator.script(list(prompts.texts), actions if takes_actions else None)
     keys = [Key(SEED, 0, p) for p in prompts.ids]
@@ -69,33 +71,35 @@ def segments(
             watch(chunk, held[-1])
         done = chunk.start + settings.chunk
         if done % segment == 0 or done >= frames:
-            pixels, first = torch.cat(held, 1), done - settings.chunk * len(held)
-            out.append(
-                measure(pixels, actions[:, first : first + pixels.shape[1]], settings.chunk, judge, settings.fps)
-            )
+            starts = list(accumulate([piece.shape[1] for piece in held[:-1]], initial=0))
+            first = done - settings.chunk * len(held)
+            out.append(measure(torch.cat(held, 1), actions[:, first:done], starts, judge, settings.fps))
             held = []
     return out
 
 
-def measure(pixels: Tensor, actions: Tensor, chunk: int, judge: InverseDynamics, fps: float) -> dict[str, Tensor]:
-    """One segment: pixels [B, T, 3, H, W] in [0, 1] that begins with a chunk, actions [B, T] into each frame."""
+def measure(
+    pixels: Tensor, actions: Tensor, starts: Sequence[int], judge: InverseDynamics | None, fps: float
+) -> dict[str, Tensor]:
+    """One segment: pixels [B, T, 3, H, W] in [0, 1], the frames ``starts`` at which its chunks begin, and for the
+    ``judge`` actions [B, T] into each frame."""
     look = appearance(pixels)
     across = (pixels[..., 1:] - pixels[..., :-1]).abs().mean((1, 2, 3, 4))
     down = (pixels[..., 1:, :] - pixels[..., :-1, :]).abs().mean((1, 2, 3, 4))
     change = (pixels[:, 1:] - pixels[:, :-1]).abs().mean((2, 3, 4))  # [B, T-1], into frames 1 ..
-    into_first = torch.arange(1, pixels.shape[1]) % chunk == 0
-    clips = Clips(
-        frames=pixels, fps=fps, prompts=[""] * len(pixels), actions=actions[:, 1 : pixels.shape[1]].contiguous()
-    )
-    return {
+    into_first = torch.isin(torch.arange(1, pixels.shape[1]), torch.tensor(starts))
+    found = {
         "brightness": look["brightness"],
         "contrast": look["contrast"],
         "saturation": look["saturation"],
         "edges": (across + down) / 2,
         "motion": change.mean(1),
         "seam": change[:, into_first].mean(1) / change[:, ~into_first].mean(1).clamp_min(1e-6),
-        "actions": judge(clips).value,
     }
+    if judge is not None:
+        clips = Clips(pixels, fps, [""] * len(pixels), actions[:, 1 : pixels.shape[1]].contiguous())
+        found["actions"] = judge(clips).value
+    return found
 
 
 def verdict(found: list[dict[str, Tensor]], tolerance: float = 0.15, obeyed: float = 0.8) -> list[str]:

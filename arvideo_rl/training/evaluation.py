@@ -12,7 +12,9 @@ import torch
 from arvideo_rl.config import ConfigError, check_choice
 from arvideo_rl.generators.attention import choose
 from arvideo_rl.outputs import check_file
+from arvideo_rl.training import benchmark
 from arvideo_rl.training.aligned import load_any
+from arvideo_rl.training.benchmark import StreamingConfig
 from arvideo_rl.training.compare import HeldOut, Measured, check_held_out, compare, measure
 from arvideo_rl.training.judges import shows_world
 from arvideo_rl.training.prompts import STYLES, PromptConfig, Prompts
@@ -37,6 +39,8 @@ class EvaluateConfig:
     args: dict[str, Any] = field(default_factory=dict)  # arguments of the reward; for inverse_dynamics else SCORE
     attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
     out: str = ""  # also write the numbers here, as .json
+    benchmark: str = ""  # streaming: also drift, prompt switch and speed, as one table to paste
+    streaming: StreamingConfig = field(default_factory=StreamingConfig)
     held_out: HeldOut = field(default_factory=HeldOut)  # its margins are of the comparison with against=
 
 
@@ -59,6 +63,10 @@ def prepare(config: EvaluateConfig) -> Job:
     reward = registry.build(config.reward, **(config.args or (SCORE if config.reward == "inverse_dynamics" else {})))
     registry.prepare(reward)
     loaded = [(s, load_any(s)) for s in (config.against, config.generator) if s]
+    if config.benchmark:
+        check_choice("benchmark", config.benchmark, ("streaming",))
+        for _, (generator, _, _) in loaded:
+            benchmark.check(config.streaming, generator)
     world = all(shows_world(g) for _, (g, _, _) in loaded)
     check_held_out(config.held_out, world=world)
     if not (world or config.prompts):
@@ -71,11 +79,17 @@ def prepare(config: EvaluateConfig) -> Job:
 
 @torch.no_grad()
 def run(job: Job) -> dict[str, Any]:
-    """Measure. With ``against`` the comparison as :func:`compare` gives it, else value, standard error and number of
+    """Measure. With ``benchmark`` by generator ``held_out`` (:func:`alone`) and ``stream`` (benchmark.py); with
+    ``against`` the comparison as :func:`compare` gives it, else value, standard error and number of
     prompts by name."""
     config, size = job.config, job.config.held_out
     rewards = {config.reward: (job.reward, 1.0)}
     found = [measure(g, m, job.prompts, rewards, size, f"measuring {s}") for s, (g, m, _) in job.loaded]
+    if config.benchmark:
+        streams = (benchmark.stream_benchmark(g, m, job.prompts, config.streaming, config.style)
+                   for _, (g, m, _) in job.loaded)  # fmt: skip
+        both = zip(job.loaded, found, streams)
+        return {source: {"held_out": alone(seen), "stream": told} for (source, _), seen, told in both}
     if config.against:
         return compare(found[0], found[1], {config.reward: 1.0}, size)
     return alone(found[0])

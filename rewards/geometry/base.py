@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rewards.contract import Clips, Scores, check_needs
+from rewards.geometry import pictures
 from rewards.geometry.backends import Backend, backend
 from rewards.geometry.cameras import Geometry
 from rewards.geometry.flow import Flow, clip_flow, motion, opencv
@@ -82,12 +83,32 @@ class GeometricReward:
         before = found.pop("value")
         return part | found | {"before_gate": before, "value": before * gate}, None
 
+    def maps(self, clips: Clips) -> dict[str, Tensor]:
+        """What was seen of the clips, to look at, by name: pictures [B, F, 3, H, W] in [0, 1], as large as what they
+        show. Always ``flow``; what cannot be measured of a clip is not there."""
+        check_needs(self, clips)
+        drawn = [self._pictures(clips, i) for i in range(len(clips))]
+        return {k: torch.stack([d[k] for d in drawn]) for k in drawn[0] if all(k in d for d in drawn)}
+
+    def _pictures(self, clips: Clips, index: int) -> dict[str, Tensor]:
+        frames = clips.frames[index].detach().float().cpu()
+        flow = clip_flow(frames)
+        out = {"flow": pictures.under(frames, pictures.flow_colours(flow.forward, flow.confidence))}
+        try:
+            return out | self.draw(clips, index, frames, flow)
+        except Unmeasurable:
+            return out
+
     def check(self, clips: Clips) -> None:
         """Raise ValueError for clips that cannot be scored at all."""
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
         """Value before the gate and raw numbers of clip ``index``; Unmeasurable with a reason."""
         raise NotImplementedError
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """Pictures [F, 3, H, W] by name of what :meth:`measure` looks at in clip ``index``; Unmeasurable for none."""
+        return {}
 
 
 class BackendReward(GeometricReward):
@@ -114,6 +135,10 @@ class BackendReward(GeometricReward):
         if depth and found.depth is None:
             raise Unmeasurable("content:no_parallax")
         return found
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        found = self.geometry(clips, index, flow, depth=False)
+        return {} if found.depth is None else {"depth": pictures.under(frames, pictures.nearness(found))}
 
 
 def spread(count: int, wanted: int) -> Tensor:

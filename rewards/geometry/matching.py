@@ -54,20 +54,20 @@ def robust(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[np.ndarr
     return matrix, inlier
 
 
-def pair_error(
+def pair_errors(
     first: Tensor, second: Tensor, height: int, width: int, *, cap: float = 0.01
-) -> tuple[float, str | None]:
-    """Epipolar error of the matches [N, 2] in diagonals, in [0, cap], or NaN and a reason.
+) -> tuple[Tensor, str | None]:
+    """Epipolar error of each match [N] in diagonals, in [0, cap], or none of them and a reason.
 
-    The fundamental matrix is MAGSAC++'s, but *all* matches are averaged, each capped: an average over the inliers would
+    The fundamental matrix is MAGSAC++'s, but *all* matches count, each capped: an average over the inliers would
     hide what is looked for. Where a homography explains the pair as well (turning camera, flat scene) the fundamental
     matrix is arbitrary, and the homography's transfer error is taken.
     """
-    nan, size = float("nan"), diagonal(height, width)
+    nothing, size = torch.empty(0, dtype=torch.float64), diagonal(height, width)
     if len(first) < FEW:
-        return nan, "content:few_matches"
+        return nothing, "content:few_matches"
     if float((second - first).norm(dim=-1).median()) < STILL * size:
-        return nan, "content:no_parallax"
+        return nothing, "content:no_parallax"
     cv2, a, b = opencv(), first.double().numpy(), second.double().numpy()
     reach = max(0.002 * size, 0.5)
     f, f_in = robust(cv2.findFundamentalMat, a, b, cv2.USAC_MAGSAC, reach, 0.999, 2000)
@@ -78,8 +78,16 @@ def pair_error(
     elif f is not None:
         error = sampson(first.double(), second.double(), torch.from_numpy(f))
     else:
-        return nan, "content:degenerate"
-    return float((error / size).nan_to_num(nan=cap, posinf=cap).clamp_max(cap).mean()), None
+        return nothing, "content:degenerate"
+    return (error / size).nan_to_num(nan=cap, posinf=cap).clamp_max(cap), None
+
+
+def pair_error(
+    first: Tensor, second: Tensor, height: int, width: int, *, cap: float = 0.01
+) -> tuple[float, str | None]:
+    """Mean of :func:`pair_errors`, NaN where there is a reason."""
+    errors, reason = pair_errors(first, second, height, width, cap=cap)
+    return float(errors.mean()) if reason is None else float("nan"), reason
 
 
 def clip_error(images: np.ndarray, *, cap: float = 0.01) -> tuple[float, str | None, int, int]:

@@ -49,12 +49,12 @@ def reprojection(points: Tensor, source: int, tracks: Tensor, confidence: Tensor
     return out
 
 
-def rerender(frames: Tensor, geometry: Geometry, *, least: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Error [F] and coverage [F], both in [0, 1], of drawing each of ``frames`` [F, 3, H, W] from the *other* frames.
+def redraw(frames: Tensor, geometry: Geometry, *, least: float = 0.1) -> Tensor:
+    """Each of ``frames`` [F, 3, H, W] drawn from the points of the *others*, NaN where none of them is seen.
 
     Every pixel with a known depth of confidence ``least`` becomes one coloured point; the nearest (within 2 %) are
-    averaged in the pixel they fall into. The error is the mean absolute colour difference over the pixels covered, NaN
-    where none is. A frame's own points are left out: with them depth noise would be measured, not consistency.
+    averaged in the pixel they fall into. A frame's own points are left out: with them depth noise would be measured,
+    not consistency.
     """
     assert geometry.depth is not None
     count, _, height, width = frames.shape
@@ -63,7 +63,7 @@ def rerender(frames: Tensor, geometry: Geometry, *, least: float = 0.1) -> tuple
     if geometry.confidence is not None:
         known = known & (geometry.confidence >= least)
     world = [lift(grid[k], d[k], w, geometry.intrinsics) for k, d, w in zip(known, geometry.depth, geometry.w2c)]
-    error, coverage = torch.full((count,), torch.nan), torch.zeros(count)
+    out = torch.full((count, height * width, 3), torch.nan)
     for j in range(count):
         others = [i for i in range(count) if i != j]
         if not others:
@@ -79,8 +79,12 @@ def rerender(frames: Tensor, geometry: Geometry, *, least: float = 0.1) -> tuple
             0, cell[front], torch.cat([colour[front], torch.ones_like(z[front])[:, None]], 1)
         )
         covered = total[:, 3] > 0
-        coverage[j] = covered.float().mean()
-        if covered.any():
-            drawn = total[covered, :3] / total[covered, 3:]
-            error[j] = (drawn - colours[j].reshape(-1, 3)[covered]).abs().mean()
-    return error, coverage
+        out[j, covered] = total[covered, :3] / total[covered, 3:]
+    return out.reshape(count, height, width, 3).permute(0, 3, 1, 2)
+
+
+def rerender(frames: Tensor, geometry: Geometry, *, least: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Error [F] and coverage [F], both in [0, 1], of :func:`redraw`: mean absolute colour difference over the pixels
+    covered, NaN where none is, and their share."""
+    difference = (redraw(frames, geometry, least=least) - frames).abs()
+    return difference.nanmean((1, 2, 3)), difference[:, 0].isfinite().float().mean((1, 2))

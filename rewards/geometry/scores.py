@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from rewards.contract import Clips
+from rewards.geometry import pictures
 from rewards.geometry.backends import Backend
 from rewards.geometry.base import BackendReward, GeometricReward, Part, Unmeasurable, at_least, positive, spread
 from rewards.geometry.cameras import NEAR, Cameras, Geometry
 from rewards.geometry.flow import Flow, grey, track
-from rewards.geometry.matching import clip_error
-from rewards.geometry.reprojection import reprojection, rerender, salient_points
+from rewards.geometry.matching import clip_error, match, pair_errors, sift
+from rewards.geometry.reprojection import redraw, reprojection, rerender, salient_points
 from rewards.geometry.trajectory import following, smoothness
+
+ERROR = 0.3  # colour difference that is drawn as the brightest
 
 
 class Epipolar(GeometricReward):
@@ -33,6 +36,17 @@ class Epipolar(GeometricReward):
         if reason is not None:
             raise Unmeasurable(reason)
         return {"value": math.exp(-error / self.tau), "error_diag": error, "pairs": pairs, "matches": matches}
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """``matches``: neighbouring sampled frames side by side; white where no motion could be fitted."""
+        some = frames[spread(len(frames), self.frames)]
+        found, drawn = sift(grey(some)), []
+        for i, (one, two) in enumerate(zip(found[:-1], found[1:])):
+            a, b = match(one, two)
+            errors, reason = pair_errors(a, b, *frames.shape[-2:], cap=self.cap)
+            errors = errors if reason is None else torch.full((len(a),), math.nan)
+            drawn.append(pictures.lines(some[i], some[i + 1], a, b, errors, self.cap))
+        return {"matches": torch.stack(drawn)}
 
 
 class Reprojection(BackendReward):
@@ -54,23 +68,37 @@ class Reprojection(BackendReward):
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
         geometry = self.geometry(clips, index, flow)
+        gaps = torch.cat([gaps for _, gaps in self._followed(geometry, frames, flow)])
+        followed = gaps.shape[0] * (gaps.shape[1] - 1)
+        every = gaps[gaps.isfinite()]
+        if len(every) < 64 or len(every) < 0.1 * followed:
+            raise Unmeasurable("content:low_coverage")
+        error = float(every.clamp_max(self.cap).mean())
+        share = len(every) / followed
+        return {"value": math.exp(-error / self.tau), "error_diag": error, "coverage": share, "compared": len(every)}
+
+    def _followed(self, geometry: Geometry, frames: Tensor, flow: Flow) -> list[tuple[Tensor, Tensor]]:
+        """For each reference the positions [N, F, 2] of its points and how far they are from where geometry puts them
+        [N, F]."""
         assert geometry.depth is not None
-        errors, followed = [], 0
+        out = []
         for i in spread(len(frames), self.references).tolist():
             known = geometry.depth[i] > NEAR
             trust = torch.cat([flow.confidence, flow.confidence_back[-1:]])[i]
             if geometry.confidence is not None:
                 known = known & (geometry.confidence[i] >= 0.1)
             points = salient_points(flow.corners[i] * trust, known)
-            gaps = reprojection(points, i, *track(flow, points, i), geometry)
-            followed += gaps.shape[0] * (gaps.shape[1] - 1)
-            errors.append(gaps[gaps.isfinite()])
-        every = torch.cat(errors)
-        if len(every) < 64 or len(every) < 0.1 * followed:
-            raise Unmeasurable("content:low_coverage")
-        error = float(every.clamp_max(self.cap).mean())
-        share = len(every) / followed
-        return {"value": math.exp(-error / self.tau), "error_diag": error, "coverage": share, "compared": len(every)}
+            xy, sure = track(flow, points, i)
+            out.append((xy, reprojection(points, i, xy, sure, geometry)))
+        return out
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """``points``: what is compared, where it is seen, in the colour of its error; and ``depth``."""
+        geometry = self.geometry(clips, index, flow)
+        xy, gaps = (torch.cat(part) for part in zip(*self._followed(geometry, frames, flow)))
+        there = gaps.isfinite()
+        drawn = [pictures.dots(f, xy[there[:, j], j], gaps[there[:, j], j], self.cap) for j, f in enumerate(frames)]
+        return {"points": torch.stack(drawn), "depth": pictures.under(frames, pictures.nearness(geometry))}
 
 
 class Rerender(BackendReward):
@@ -86,16 +114,28 @@ class Rerender(BackendReward):
         self.frames, self.tau = at_least(self.name, "frames", frames, 2), positive(self.name, tau)
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
-        found, at = self.geometry(clips, index, flow), spread(len(frames), self.frames)
-        assert found.depth is not None
-        sure = None if found.confidence is None else found.confidence[at]
-        chosen = Geometry(found.depth[at], found.w2c[at], found.intrinsics, sure)
-        error, coverage = rerender(frames[at], chosen)
+        error, coverage = rerender(*self._chosen(clips, index, frames, flow))
         enough = coverage >= 0.5
         if not enough.any():
             raise Unmeasurable("content:low_coverage")
         mean = float(error[enough].mean())
         return {"value": math.exp(-mean / self.tau), "error": mean, "coverage": float(coverage.mean())}
+
+    def _chosen(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> tuple[Tensor, Geometry]:
+        """The sampled frames and their geometry."""
+        found, at = self.geometry(clips, index, flow), spread(len(frames), self.frames)
+        assert found.depth is not None
+        sure = None if found.confidence is None else found.confidence[at]
+        return frames[at], Geometry(found.depth[at], found.w2c[at], found.intrinsics, sure)
+
+    def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """``redrawn``: each sampled frame over what the others' points make of it; ``error``: their difference."""
+        some, geometry = self._chosen(clips, index, frames, flow)
+        drawn = redraw(some, geometry)
+        error = pictures.heat((drawn - some).abs().mean(1), ERROR)
+        both = {"redrawn": drawn.nan_to_num(pictures.UNKNOWN), "error": error}
+        both |= {"depth": pictures.nearness(geometry)}
+        return {k: pictures.under(some, picture) for k, picture in both.items()}
 
 
 class CameraSmoothness(BackendReward):

@@ -131,6 +131,7 @@ class Remote:
             status, wait, text = self._exchange(method, path, body, headers, end - time.monotonic())
             if status not in (429, 503):
                 return self._read(status, text)
+            wait = max(wait, PAUSE)  # told 0, it would send all clips again and again
             if time.monotonic() + wait >= end:
                 raise Failed("busy", f"the server is still busy after {self.timeout:.4g} s", again=True)
             time.sleep(wait)

@@ -21,6 +21,7 @@ from arvideo_rl.media import read_video, write_video
 from arvideo_rl.scoring import ScoreConfig, score_videos
 from arvideo_rl.scoring import run as running
 from arvideo_rl.scoring.settings import prepare
+from arvideo_rl.scoring.tables import even
 from arvideo_rl.training.prompts import parse_actions
 from rewards.contract import Clips, Scores, score
 from rewards.inverse_dynamics import InverseDynamics
@@ -243,12 +244,44 @@ def test_a_reward_s_pictures_are_written_one_a_clip(clips, tmp_path):
         def maps(self, clips):
             return {"light": clips.frames.mean(2, keepdim=True).expand(-1, -1, 3, -1, -1)}
 
-    score_videos(clips, Shows(), maps=str(tmp_path / "maps"))
+    rows = score_videos(clips, Shows(), maps=str(tmp_path / "maps")).rows
     names = sorted(p.name for p in (tmp_path / "maps").iterdir())
     assert names == [f"clip_{i}.fussy.light.png" for i in range(7)]
-    with pytest.raises(ValueError, match="inverse_dynamics cannot draw pictures; leave maps out"):
+    told = {Path(r["file"]).name: r["maps"] for r in rows}
+    assert told["clip_2.gif"] == str(tmp_path / "maps" / "clip_2.fussy.*.png") and told["clip_3b.mp4"] == ""
+    with pytest.raises(ValueError, match="inverse_dynamics cannot draw pictures; leave maps out.* epipolar, .*sharpne"):
         score_videos(clips, maps=str(tmp_path / "more"), actions=ACTIONS)
     assert not (tmp_path / "more").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_value_and_no_two_clips_share_one(tmp_path):
+    class Fails(Fussy):
+        def maps(self, clips):
+            if clips.frames.mean() > 0.5:
+                raise ZeroDivisionError("no\nlight")
+            return {"light": clips.frames}
+
+    long = "红" * 80
+    for name, light in (("a b", 0.2), ("a_b", 0.3), ("sub/c", 0.2), (f"{long}1", 0.2), (f"{long}2", 0.2), ("bad", 0.9)):
+        write_video(tmp_path / "clips" / f"{name}.gif", torch.full((2, 3, 32, 32), light), 8)
+    rows = score_videos(tmp_path / "clips", Fails(), maps=str(tmp_path / "maps")).rows
+    assert all(r["value"] is not None for r in rows)
+    assert [r["maps"] for r in rows if r["maps"].startswith("none")] == ["none: ZeroDivisionError: no light"]
+    assert len(list((tmp_path / "maps").glob("*.png"))) == 5 and len({r["maps"] for r in rows}) == 6
+
+
+def test_the_pictures_of_a_shipped_reward_and_where_the_worst_one_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grain = torch.rand(3, 48, 48, generator=torch.Generator().manual_seed(0))
+    for name, blur in (("fine", 1), ("soft", 5)):
+        picture = torch.nn.functional.avg_pool2d(grain[None], blur, 1, blur // 2)
+        write_video(tmp_path / f"{name}.mp4", picture.expand(3, -1, -1, -1), 8)
+    code, out, err = said(capsys, "score", "fine.mp4", "soft.mp4", "reward=sharpness", "maps=m", "out=s.csv")
+    assert code == 0 and not err
+    lowest = "fine" if "lowest fine.mp4" in out else "soft"
+    assert f"pictures of 2 clips; of the lowest: m/{lowest}.sharpness.*.png" in out
+    assert sorted(p.name for p in Path("m").iterdir()) == ["fine.sharpness.detail.png", "soft.sharpness.detail.png"]
+    assert "m/soft.sharpness.*.png" in Path("s.csv").read_text()
 
 
 def test_globs_lists_and_a_file_named_twice(clips, monkeypatch):
@@ -301,6 +334,25 @@ def test_parquet_holds_the_same_table(clips, tmp_path):
     assert [r["value"] for r in table] == [r["value"] for r in result.rows]
 
 
+@pytest.mark.parametrize(
+    ("cells", "want"),
+    [
+        ([1, None, 2**62], [1, None, 2**62]),
+        ([1, 2.5, None], [1.0, 2.5, None]),
+        ([2**63, 1], ["9223372036854775808", "1"]),
+        ([True, 1], ["true", "1"]),
+        (["a", 1, None, ["b"]], ["a", "1", None, '["b"]']),
+        (["lone \ud800", "röt 红"], ["lone \\ud800", "röt 红"]),
+        ([None], [None]),
+    ],
+)
+def test_a_column_of_a_table_has_one_type_whatever_a_manifest_passed_through(cells, want):
+    found = even(cells)
+    assert found == want and len({type(x) for x in found if x is not None}) < 2
+    pa = pytest.importorskip("pyarrow")
+    assert pa.table({"x": found}).to_pylist() == [{"x": x} for x in want]
+
+
 def test_memory_stays_flat_over_many_short_clips(clips, tmp_path):
     """Rows are kept, pixels are not."""
     source = clips / "clip_0.gif"
@@ -332,7 +384,8 @@ def test_decoding_and_scoring_overlap(clips, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "decode", slow)
     took = score_videos(sorted(clips.glob("*.gif")), judge, batch=1, workers=2).seconds
     assert min(took["decoding"], took["scoring"]) >= 7 * 0.05
-    assert took["clock"] < took["decoding"] + took["scoring"]
+    assert took["clock"] < took["decoding"] + took["scoring"] and took["waiting"] < took["decoding"]
+    assert took["waiting"] + took["scoring"] <= took["clock"]
 
 
 def said(capsys, *line):
