@@ -163,7 +163,8 @@ def _read(status: int, text: bytes, secret: str) -> dict[str, Any]:
 def read_score(said: Any) -> float | None:
     """The finite number under "score" of the last JSON object with one in what a model said; None without any. An
     object inside another does not count."""
-    value, at = None, said.find("{") if isinstance(said, str) else -1
+    value: Any = None
+    at = said.find("{") if isinstance(said, str) else -1
     while at >= 0:
         try:
             found, at = json.JSONDecoder().raw_decode(said, at)
@@ -171,8 +172,9 @@ def read_score(said: Any) -> float | None:
         except ValueError:
             at += 1
         at = said.find("{", at)
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if plain and math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def picture(frame: Tensor, side: int) -> str:
