@@ -18,19 +18,25 @@ from torch import Tensor
 from rewards.contract import Clips, Reward, Scores
 
 REWARDS = {
+    "aesthetic": "rewards.preference.clip:Aesthetic",
     "camera_following": "rewards.geometry.scores:CameraFollowing",
     "camera_smoothness": "rewards.geometry.scores:CameraSmoothness",
+    "clip_score": "rewards.preference.clip:ClipScore",
     "dynamic_degree": "rewards.motion:DynamicDegree",
     "epipolar": "rewards.geometry.scores:Epipolar",
     "flicker": "rewards.motion:Flicker",
+    "hpsv2": "rewards.preference.clip:HPSv2",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
+    "judge": "rewards.preference.judge:Judge",
     "motion_smoothness": "rewards.motion:MotionSmoothness",
     "naive_colour": "rewards.naive_colour:naive_colour",  # an example of what goes wrong
+    "pickscore": "rewards.preference.clip:PickScore",
     "remote": "rewards.remote.client:Remote",
     "reprojection": "rewards.geometry.scores:Reprojection",
     "rerender": "rewards.geometry.scores:Rerender",
     "sharpness": "rewards.sharpness:sharpness",
     "text_video": "rewards.text_video:TextVideo",
+    "video_reward": "rewards.preference.video_reward:VideoReward",
 }
 
 

@@ -11,7 +11,7 @@ from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
 MEMORY_KEYS = "batch, smooth or joystick"
-WAYS = "list, info NAME [args.KEY=VALUE], doctor, train-idm or train-text-video [key=value ...]"
+WAYS = "list, info NAME [args.KEY=VALUE], doctor [NAME], train-idm or train-text-video [key=value ...]"
 
 
 @dataclass
@@ -28,15 +28,17 @@ def help_text() -> str:
 
     return f"""arvideo rewards list
 arvideo rewards info NAME [args.KEY=VALUE ...]
-arvideo rewards doctor
+arvideo rewards doctor [NAME]
 arvideo rewards train-idm [key=value ...]
 arvideo rewards train-text-video [key=value ...]
 
-list shows every reward: what it gives, what it needs, its licence and formula. info shows all of one, also of your own
-(module:attribute): arguments, range, cost, what maximises it wrongly, its page and weights. doctor says which modules
-or weights are missing or damaged, with the command that mends each, and exits 1 if a reward cannot run. train-idm and
-train-text-video render the world and train the inverse-dynamics model (a minute or two on two CPU cores) or the
-text-video model (about ten); the shipped ones say how they were made in rewards/weights/*.json.
+list shows every reward: what it gives, what it needs, what it would download, its licence and formula. info shows all
+of one, also of your own (module:attribute): arguments, range, cost, what maximises it wrongly, its page, its weights
+and how to get those that are missing. doctor says which modules or weights are missing or damaged, with the command
+that mends each, and exits 1 if a reward cannot run that should: weights of published preference models are fetched by
+those who want them. doctor NAME looks at one, and reads its weights whatever their size. train-idm and train-text-video
+render the world and train the inverse-dynamics model (a minute or two on two CPU cores) or the text-video model (about
+ten); the shipped ones say how they were made in rewards/weights/*.json.
 
 keys of train-idm and defaults
 {keys(IdmConfig)}
@@ -51,8 +53,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         show_list()
     elif words[:1] == ["info"] and len(words) == 2:
         show_info(words[1], load(InfoConfig, None, items).args)
-    elif words == ["doctor"] and not items:
-        return doctor()
+    elif words[:1] == ["doctor"] and len(words) <= 2 and not items:
+        return doctor(*words[1:])
     elif words == ["train-idm"]:
         train_idm(items, "--dry-run" in flags)
     elif words == ["train-text-video"]:
@@ -70,30 +72,33 @@ def show_list() -> None:
     from rewards import registry
     from rewards.describe import describe
 
-    table = Table("reward", "one a", "range", "needs", "licence", "formula")
-    for column in table.columns[:4]:
+    table = Table("reward", "one a", "range", "needs", "download", "licence", "formula")
+    for column in table.columns[:5]:
         column.no_wrap = True
     for name in registry.available():
         about = describe(name)
-        table.add_row(name, _text(about["granularity"]), _range(about["range"]), _needs(about), _text(about["licence"]),
-                      about["formula"])  # fmt: skip
+        table.add_row(name, _text(about["granularity"]), _range(about["range"]), _needs(about),
+                      _gigabytes(about["download"]), _text(about["licence"]), about["formula"])  # fmt: skip
     console().print(table)
 
 
 def show_info(name: str, args: dict[str, Any]) -> None:
     """All that is known of one reward."""
     from rewards import registry
-    from rewards.describe import describe
+    from rewards.describe import describe, lacking
 
     about = describe(name, **args)
     settings = {k: "(required)" if v is registry.REQUIRED else v for k, v in about["arguments"].items()} | args
     rows = {
         "formula": about["formula"], "range": f"{_range(about['range'])}, higher is better",
         "gives": f"one number a {_text(about['granularity'])}", "needs": _needs(about),
-        "arguments": ", ".join(f"{k}={v}" for k, v in settings.items()) or "none",
+        "arguments": ", ".join(f"{k}={_short(v)}" for k, v in settings.items()) or "none",
         "licence": _text(about["licence"]), "cost": about["cost"], "fooled by": _text(about["hacked_by"]),
         "weights": "; ".join(f"{p}, {_size(n)}" for p, n in about["files"].items()) or "none",
+        "download": _gigabytes(about["download"]),
     }  # fmt: skip
+    if name in registry.available() and not args and (missing := lacking(name, read=False)):
+        rows["to get it"] = "; ".join(how for _, how in missing)
     print(name)
     for key, value in {**rows, **({"page": about["page"]} if about["page"] else {})}.items():
         print(f"  {key:<13} {value}")
@@ -101,6 +106,11 @@ def show_info(name: str, args: dict[str, Any]) -> None:
 
 def _text(value: str | None) -> str:
     return "varies" if value is None else value
+
+
+def _short(value: Any) -> str:
+    line = " ".join(str(value).split())
+    return line if len(line) <= 80 else f"{line[:77]}..."
 
 
 def _needs(about: dict[str, Any]) -> str:
@@ -114,25 +124,38 @@ def _range(limits: list[float | None] | None) -> str:
     return "unbounded" if low == high == "unbounded" else f"{low} to {high}"
 
 
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count else "none"
+
+
 def _size(count: int | None) -> str:
     return "MISSING" if count is None else f"{count / 2**20:.2f} MiB"
 
 
-def doctor() -> int:
-    """What each shipped reward lacks; 1 when one cannot run."""
+def doctor(name: str = "") -> int:
+    """What each shipped reward lacks, or the reward ``name``; 1 when one that is asked for or should run cannot."""
     from rewards import registry
-    from rewards.describe import lacking
+    from rewards.describe import declared, lacking, optional, required
 
+    if name and name not in registry.available():
+        raise UsageError(f"there is no shipped reward {name!r}: {', '.join(registry.available())}")
     bad = 0
-    for name in registry.available():
-        found = lacking(name)
-        bad += bool(found)
-        print(f"{name:<18} " + ("ready" if not found else "CANNOT RUN"))
+    for one in [name] if name else registry.available():
+        spare = optional(one) and not name
+        found, asked = lacking(one, read=not spare), required(one)
+        bad += bool(found) and not spare
+        state = f"ready, given {', '.join(asked)}" if asked else "ready"
+        if found:
+            state = "not here (optional)" if spare else "CANNOT RUN"
+            size = declared(registry.resolve(one))["download"]
+            state += f", {_gigabytes(size)} to fetch" if size else ""
+        print(f"{one:<18} {state}")
         for what, command in found:
             print(f"  {what}: {command}")
-    missing = [m for m in ("starlette", "uvicorn") if importlib.util.find_spec(m) is None]
-    state = f"without {', '.join(missing)} (optional): pip install 'arvideo-rl[serve]'" if missing else "ready"
-    print(f"{'(serving them)':<18} {state}")
+    if not name:
+        missing = [m for m in ("starlette", "uvicorn") if importlib.util.find_spec(m) is None]
+        state = f"without {', '.join(missing)} (optional): pip install 'arvideo-rl[serve]'" if missing else "ready"
+        print(f"{'(serving them)':<18} {state}")
     return 1 if bad else 0
 
 

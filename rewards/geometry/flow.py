@@ -12,6 +12,7 @@ from torch import Tensor
 from rewards.geometry.cameras import diagonal, pixel_centres
 
 AGREE = 0.002  # standard deviation, in diagonals, of a forward and a backward flow that agree
+LARGE = 192  # px of the short side from which DIS ends at half resolution: four times faster, as exact as half the size
 TEXTURE = 1e-4  # least smaller eigenvalue of the structure tensor (grey in [0, 1], per pixel) that can be followed
 
 
@@ -55,7 +56,7 @@ def pair_flow(first: np.ndarray, second: np.ndarray) -> Tensor:
     """Displacement [H, W, 2] in pixels from ``first`` to ``second``, grey uint8 [H, W]."""
     cv2 = opencv()
     dis = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
-    dis.setFinestScale(0)
+    dis.setFinestScale(int(min(first.shape) >= LARGE))
     return torch.from_numpy(dis.calc(first, second, None))
 
 

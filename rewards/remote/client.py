@@ -6,38 +6,25 @@ before a run starts is an error.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import logging
 import math
-import os
-import socket
-import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import torch
 
 from rewards.contract import GRANULARITIES, NEEDS, Clips, Scores, check_needs
 from rewards.remote import wire
+from rewards.remote.http import Failed, bearer, exchange, server, variable
 
 PAUSE = 0.5  # seconds before the first new try, doubled each time
 MOST = 2**26  # bytes of an answer
 GATEWAY = (502, 504)  # from something between here and the server: worth another try whatever they say
 
 log = logging.getLogger(__name__)
-
-
-class Failed(Exception):
-    """Why there is no answer: a reason for :class:`Scores`, and whether trying again may help."""
-
-    def __init__(self, reason: str, message: str, again: bool = False):
-        super().__init__(message)
-        self.reason, self.again = f"system:{reason}", again
 
 
 class Remote:
@@ -52,20 +39,13 @@ class Remote:
     cost = "the clips (float32) over the network, and the server's time"
 
     def __init__(self, url: str, reward: str, timeout: float = 60.0, retries: int = 3, token: str = ""):
-        try:
-            parts = urlsplit(str(url))
-            self.address = (parts.hostname, parts.port)
-        except ValueError as error:
-            raise ValueError(f"remote: url {url!r} is not one ({error}); e.g. http://127.0.0.1:8100") from None
-        clean = str(url).isascii() and str(url).isprintable() and " " not in str(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username or not clean:
-            raise ValueError(f"remote: url {url!r} is not the address of a server; e.g. http://127.0.0.1:8100")
+        self.server = server("remote", url, "http://127.0.0.1:8100")
         if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"remote: timeout is {timeout}; it is a positive number of seconds")
         if not isinstance(retries, int) or retries < 0:
             raise ValueError(f"remote: retries is {retries}; it is a whole number, 0 or more")
-        self.secure, self.path = parts.scheme == "https", parts.path.rstrip("/")
-        self.url, self.reward, self.token = str(url).rstrip("/"), str(reward), str(token)
+        self.url, self.reward = str(url).rstrip("/"), str(reward)
+        self.token = variable("remote", str(token))
         self.timeout, self.retries = float(timeout), retries
         self.name = f"{self.reward} at {self.url}"
 
@@ -121,66 +101,18 @@ class Remote:
     def _try(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         """One try: while the server is busy it is asked again, until the time is up."""
         headers = {"Accept": "application/json", "Content-Type": "application/octet-stream"}
-        if self.token:
-            secret = os.environ.get(self.token, "")
-            if not (secret and secret.isascii() and secret.isprintable()):
-                raise Failed("unauthorized", f"the environment variable {self.token} (token=) holds no token")
-            headers["Authorization"] = f"Bearer {secret}"
+        headers |= bearer(self.token)
         end = time.monotonic() + self.timeout
         while True:
-            status, wait, text = self._exchange(method, path, body, headers, end - time.monotonic())
+            status, wait, text = exchange(
+                self.server, method, path, body, headers, end - time.monotonic(), MOST, self.timeout
+            )
             if status not in (429, 503):
                 return self._read(status, text)
             wait = max(wait, PAUSE)  # told 0, it would send all clips again and again
             if time.monotonic() + wait >= end:
                 raise Failed("busy", f"the server is still busy after {self.timeout:.4g} s", again=True)
             time.sleep(wait)
-
-    def _exchange(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], seconds: float
-    ) -> tuple[int, float, bytes]:
-        """Status, seconds to wait that the server asks for, and body of one HTTP exchange of at most ``seconds``."""
-        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        seconds = max(seconds, 1e-3)
-        connection = kind(*self.address, timeout=seconds)  # type: ignore[arg-type]
-        late, end = threading.Event(), time.monotonic() + seconds
-        timer: threading.Timer | None = None
-        try:
-            connection.connect()
-            line = connection.sock  # which the connection forgets before the answer is read
-
-            def cut() -> None:  # a timeout of the socket alone starts anew with every byte that drips in
-                late.set()
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(line, socket.SHUT_RDWR)
-
-            timer = threading.Timer(end - time.monotonic(), cut)
-            timer.daemon = True
-            timer.start()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read all
-                connection.request(method, self.path + path, body, dict(headers))
-            response = connection.getresponse()
-            text = response.read(MOST + 1)
-            if len(text) > MOST:
-                raise Failed("bad_answer", f"its answer is larger than {MOST >> 20} MiB")
-            if late.is_set():
-                raise TimeoutError
-            if response.length:  # read(n) does not raise for what is missing
-                raise http.client.IncompleteRead(text, response.length)
-            return response.status, _wait(response.headers.get("Retry-After")), text
-        except (OSError, http.client.HTTPException) as error:
-            if late.is_set() or isinstance(error, TimeoutError):
-                raise Failed("timeout", f"no answer within {self.timeout:.4g} s", again=True) from None
-            if isinstance(error, (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)):
-                raise Failed("truncated", "the connection broke before the answer was whole", again=True) from None
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            if isinstance(error, http.client.HTTPException):
-                raise Failed("bad_answer", f"what answers does not speak HTTP ({said})") from None
-            raise Failed("unreachable", f"it cannot be reached ({said}); is it running?", again=True) from None
-        finally:
-            if timer is not None:
-                timer.cancel()
-            connection.close()
 
     def _read(self, status: int, text: bytes) -> dict[str, Any]:
         """The JSON of an answer; Failed for an error of the server, ValueError for one of the reward."""
@@ -220,11 +152,6 @@ def _info_of(name: str, listed: Any) -> dict[str, Any]:
         raise Failed("bad_answer", f"what it declares of {name!r} is not what a reward declares")
     low, high = (s * math.inf if x is None else float(x) for x, s in zip(limits, (-1, 1)))
     return {**found, "range": (low, high)}
-
-
-def _wait(header: str | None) -> float:
-    """Seconds of a Retry-After header; 1 where it says none or a date."""
-    return float(header) if header and header.isascii() and header.isdigit() else 1.0
 
 
 def _on(scores: Scores, device: torch.device) -> Scores:

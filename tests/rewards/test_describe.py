@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rewards import inverse_dynamics, registry
-from rewards.describe import declared, describe, lacking
+from rewards.describe import declared, describe, lacking, optional, required
 
 ROOT = Path(__file__).parents[2]
 SAYS = ("formula", "licence", "hacked_by", "cost")
@@ -18,7 +18,56 @@ def test_every_shipped_reward_says_what_it_is_and_has_a_page(name):
     for key in SAYS if name != "remote" else ("formula", "cost"):
         assert about[key] and about[key] != "unstated" and "\n" not in about[key], key
     assert (ROOT / about["page"]).is_file()
-    assert lacking(name) == []
+    if optional(name) and not required(name):
+        assert about["download"] > 1e9 and about["files"]
+    else:
+        assert about["download"] == 0 and lacking(name) == []
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """``hub(repository, {file: bytes})`` puts files where the hub's would lie; before that there are none."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def fetched(repo, files):
+        at = tmp_path / f"models--{repo.replace('/', '--')}"
+        for name, content in files.items():
+            file = at / "snapshots" / "0a1b" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        (at / "refs").mkdir(exist_ok=True)
+        (at / "refs" / "main").write_text("0a1b")
+
+    return fetched
+
+
+def test_weights_of_the_hub_are_missing_here_or_damaged_and_never_fetched_to_find_out(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("it asked the network"))
+    path, fetch = "xswu/HPSv2/HPS_v2.1_compressed.pt", "hf download xswu/HPSv2 HPS_v2.1_compressed.pt"
+    assert describe("hpsv2")["files"] == {path: None}
+    assert lacking("hpsv2") == [("weights xswu/HPSv2", fetch)]
+    hub("xswu/HPSv2", {"README.md": b"x"})
+    assert lacking("hpsv2") == [("weights xswu/HPSv2", fetch)]
+    hub("xswu/HPSv2", {"HPS_v2.1_compressed.pt": b"12345"})
+    assert describe("hpsv2")["files"] == {path: 5} and lacking("hpsv2", read=False) == []
+    ((what, how),) = lacking("hpsv2")
+    assert "hpsv2: cannot read weights" in what and how == f"{fetch} --force-download"
+
+
+def test_a_reward_lacks_each_of_its_parts_until_all_are_here(hub, monkeypatch, tmp_path):
+    from rewards.preference import video_reward as v
+
+    rubric = tmp_path / "rubric.txt"
+    monkeypatch.setattr(v.VideoReward, "files", {rubric: "get the rubric"})
+    assert [what for what, _ in lacking("video_reward")] == [f"weights {x}" for x in (rubric, v.HUB, v.BASE)]
+    rubric.write_text("x")
+    hub(v.HUB, {"model_config.json": b"{}"})
+    hub(v.BASE, dict.fromkeys(v.BASE_FILES, b"{}"))
+    include = " ".join(f"--include '{f}'" for f in v.FILES)
+    assert lacking("video_reward") == [(f"weights {v.HUB}", f"hf download {v.HUB} {include}")]
+    hub(v.HUB, {"checkpoint-7/model.pth": b"x"})
+    assert lacking("video_reward", read=False) == [] and len(lacking("video_reward")) == 1
 
 
 def test_a_description_follows_the_arguments():

@@ -14,6 +14,7 @@ from arvideo_rl.world.scene import sample_scenes
 from rewards.geometry.backends import triangulate
 from rewards.geometry.cameras import Geometry, diagonal, lift, pixel_centres, project
 from rewards.geometry.epipolar import eight_point, fundamental_of_poses, sampson
+from rewards.geometry.flow import LARGE, clip_flow
 from rewards.geometry.reprojection import reprojection, rerender, salient_points
 from rewards.geometry.trajectory import following, smoothness
 
@@ -217,6 +218,18 @@ def test_the_worlds_own_geometry_agrees_with_its_scene_flow():
     near = (seen - z[on]).abs() / z[on] < 0.05
     assert float(near[z[on] < 6].float().mean()) > 0.9  # the ground below; far rows change much within one pixel
     assert g.depth[0][~known.valid[0, 0]].isnan().all()
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_flow_is_as_exact_on_large_frames_as_on_small_ones(size):
+    """Large ones end at half resolution, which costs nothing as a share of the diagonal."""
+    assert 128 < LARGE <= 256
+    known, xy = room(1, 2, size), pixel_centres(size, size)
+    world = lift(xy.reshape(-1, 2), known.depth[0].reshape(-1), known.w2c[0], known.intrinsics)
+    there = project(world, known.w2c[1], known.intrinsics)[0].reshape(size, size, 2)
+    found = clip_flow(known.frames)
+    error = (there - xy - found.forward[0]).norm(dim=-1) / diagonal(size, size)
+    assert float(error.median()) < 3.5e-4 and float(found.confidence.mean()) > 0.95
 
 
 def test_malformed_geometry_is_refused():
