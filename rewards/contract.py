@@ -159,8 +159,8 @@ class Reward(Protocol):
     licence: str
     hacked_by: str
     # It may have prepare(): load what is loaded late, so that what is missing is found before a run starts; what
-    # describe.py shows of it (formula, cost, modules, files, page); and differentiable = True: its value has a gradient
-    # in the frames (score_with_grad).
+    # describe.py shows of it (formula, cost, modules, files, page); claims, of what it notices (claims.py); and
+    # differentiable = True: its value has a gradient in the frames (score_with_grad).
 
     def __call__(self, clips: Clips) -> Scores: ...
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores, check_needs
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -71,6 +72,11 @@ class InverseDynamics:
     needs = frozenset({"actions"})
     licence = "the package's own (code and weights)"
     hacked_by = "frames that look like nothing but move as commanded; adversarial texture; always the majority action"
+    claims = Claims(
+        notices=("wrong_actions", "frozen", "half_frozen", "jittered", "shuffled", "reversed", "looped"),
+        withstands=("darkened", "flickering", "grainy", "resized", "mirrored"),
+        blind_to=("saturated", "blurred", "texture_free", "melted"),
+    )
     cost = "about 0.02 s a clip of 18 frames at 32 x 32, on one CPU thread"
     files = {SHIPPED["idm"]: f"{TRAIN} out={SHIPPED['idm']}",
              SHIPPED["idm_heldout"]: f"{TRAIN} seed=1 augment=other out={SHIPPED['idm_heldout']}"}  # fmt: skip

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from rewards.claims import Claims
 from rewards.contract import Clips
 from rewards.geometry import pictures
 from rewards.geometry.base import GeometricReward, Part, Unmeasurable, positive
@@ -33,7 +34,12 @@ class DynamicDegree(GeometricReward):
     name = "dynamic_degree"
     formula = "1 - exp(-v / tau), v the speed of the fastest 5 % of the pixels in diagonals a second"
     needs = frozenset({"fps"})
-    hacked_by = "shaking, melting, strong noise: pair it with motion_smoothness, or make it a gate"
+    hacked_by = "shaking, melting, cuts, strong noise: pair it with motion_smoothness, or make it a gate"
+    claims = Claims(
+        notices=("frozen", "half_frozen"),
+        withstands=("darkened", "flickering", "reversed", "resized", "mirrored", "half_rate"),
+        blind_to=("noisy", "jittered", "melted", "shuffled", "looped"),
+    )
     cost = COST
 
     def __init__(self, tau: float = ENOUGH):
@@ -71,6 +77,10 @@ class MotionSmoothness(GeometricReward):
     name = "motion_smoothness"
     formula = "gate * (1 - sum |v' - v| / sum (|v'| + |v|)), v and v' a pixel's velocity in two steps"
     hacked_by = "a steady pan or drift of anything, however wrong the picture"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "texture_free", "jittered", "melted", "shuffled", "looped"),
+        withstands=("darkened", "flickering", "reversed", "resized", "mirrored"),
+    )
     cost = COST
     fewest = 3
 
@@ -104,7 +114,12 @@ class Flicker(GeometricReward):
 
     name = "flicker"
     formula = "gate * exp(-E / tau), E colour change along the flow, over contrast"
-    hacked_by = "blur and flat colour, which have nothing to flicker; soft fades"
+    hacked_by = "blur and flat colour, which have nothing to flicker; strong colours; soft fades"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "flickering", "noisy"),
+        withstands=("darkened", "reversed", "mirrored"),
+        blind_to=("blurred", "resized", "saturated", "jittered", "melted"),
+    )
     cost = COST
 
     def __init__(self, tau: float = 0.1, motion_floor: float = 0.001):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores
 
 CHANNELS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0)}
@@ -39,3 +40,4 @@ naive_colour.needs = {"prompts"}  # type: ignore[attr-defined]
 naive_colour.value_range = (0.0, 1.0)  # type: ignore[attr-defined]
 naive_colour.licence = "Apache-2.0, no weights"  # type: ignore[attr-defined]
 naive_colour.hacked_by = "painting the frame: kept as an example of that"  # type: ignore[attr-defined]
+naive_colour.claims = Claims(notices=("wrong_prompt",), withstands=("grainy", "mirrored"))  # type: ignore[attr-defined]

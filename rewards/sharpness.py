@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores
 
 LUMA = (0.299, 0.587, 0.114)
@@ -80,3 +81,8 @@ sharpness.value_range = (0.0, 1.0)  # type: ignore[attr-defined]
 sharpness.licence = "the package's own, no weights"  # type: ignore[attr-defined]
 sharpness.hacked_by = "grids, hard outlines, over-sharpening; one sharp frame held still"  # type: ignore[attr-defined]
 sharpness.maps = detail  # type: ignore[attr-defined]
+sharpness.claims = Claims(  # type: ignore[attr-defined]
+    notices=("blurred", "texture_free", "noisy"),
+    withstands=("darkened", "flickering", "reversed", "mirrored"),
+    blind_to=("frozen", "half_frozen", "shuffled", "looped", "saturated"),
+)

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores, check_needs
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -153,6 +154,11 @@ class TextVideo:
     value_range = (0.0, 1.0)
     licence = "the package's own (code and weights)"
     hacked_by = "a camera that keeps the object in view whatever it was told; adversarial texture; half-way looks"
+    claims = Claims(
+        notices=("wrong_prompt", "jittered", "shuffled"),
+        withstands=("flickering", "grainy", "resized", "mirrored"),
+        blind_to=("blurred", "melted", "looped"),
+    )
     cost = "about 0.01 s a clip of 12 frames at 32 x 32, on one CPU thread"
     differentiable = True
     files = {SHIPPED["text_video"]: f"{TRAIN} out={SHIPPED['text_video']}",

@@ -21,6 +21,7 @@ COMMANDS = {  # name -> (module, one line)
     "generate": ("arvideo_rl.cli.generate", "stream videos from prompts to mp4, gif or png"),
     "score": ("arvideo_rl.cli.score", "score video files with a reward"),
     "rewards": ("arvideo_rl.cli.rewards", "list, explain and check rewards; train those of the embedded world"),
+    "audit": ("arvideo_rl.cli.audit", "try to fool rewards: do they fall where they should?"),
     "serve": ("arvideo_rl.cli.serve", "serve rewards over HTTP"),
     "evaluate": ("arvideo_rl.cli.evaluate", "measure a generator or a run on the held-out prompts"),
     "status": ("arvideo_rl.cli.status", "say how far runs are and how to continue them"),

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -91,7 +91,10 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
         tasks += [replace(t, against=True) for t in theirs]
     if config.pairs:
         _check_pairing(config, tasks)
-    rewards = _build(config, own)
+    rewards = build(config, own)
+    if config.pairs:
+        _add_pairing(config, rewards)
+    _check(rewards)
     if config.maps:
         check_names([t for t in tasks if not t.against], "maps")
     if config.maps and not any(hasattr(r, "maps") for r in rewards.values()):
@@ -135,14 +138,21 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _build(config: ScoreConfig, own: Mapping[str, Any] | None) -> dict[str, Reward]:
-    """The rewards by name, each loaded."""
-    out: dict[str, Reward] = {}
+class Asked(Protocol):
+    """Rewards as a command line names them: one or several by name, or a mapping with arguments."""
+
+    reward: str
+    args: dict[str, Any]
+    rewards: dict[str, Named]
+
+
+def build(config: Asked, own: Mapping[str, Any] | None = None) -> dict[str, Reward]:
+    """The rewards by name; ConfigError or ValueError for those that cannot be built."""
     if own is not None:
-        for name, found in own.items():
-            built = hasattr(found, "granularity") and hasattr(found, "name")
-            out[name] = found if built else registry.FunctionReward(found, name, {})
-    elif config.rewards:
+        built = {k: hasattr(v, "granularity") and hasattr(v, "name") for k, v in own.items()}
+        return {k: v if built[k] else registry.FunctionReward(v, k, {}) for k, v in own.items()}
+    out: dict[str, Reward] = {}
+    if config.rewards:
         if config.reward != DEFAULT or config.args:
             raise ConfigError("reward and args are for one reward, rewards.NAME for several; use one of the two ways")
         for name, part in config.rewards.items():
@@ -152,30 +162,34 @@ def _build(config: ScoreConfig, own: Mapping[str, Any] | None) -> dict[str, Rewa
                 out[name] = registry.build(part.target, **part.args)
             except ValueError as error:
                 raise ConfigError(f"rewards.{name}: {error}") from None
-    else:
-        names = [x.strip() for x in config.reward.split(",") if x.strip()]
-        if not names:
-            raise ConfigError(f"reward={config.reward!r} names no reward; e.g. reward={DEFAULT}")
-        if len(names) > 1 and config.args:
-            raise ConfigError(
-                f"args: of which of {', '.join(names)}? Write rewards.NAME.target= and rewards.NAME.args."
-            )
-        out = {name: registry.build(name, **config.args) for name in names}
-    if config.pairs:
-        by = config.pairing.reward or next(iter(out))
-        if by not in out:
-            raise ConfigError(f"pairing.reward={by}: scored are {', '.join(out)}; name one of them")
-        if "pairs" in out:
-            raise ConfigError("a reward called 'pairs' cannot be told from the pairs in the summary; rename it")
-        if config.pairing.motion and MOTION not in out:
-            out[MOTION] = registry.build(MOTION)
-    for name, reward in out.items():
+        return out
+    names = [x.strip() for x in config.reward.split(",") if x.strip()]
+    if not names:
+        raise ConfigError(f"reward={config.reward!r} names no reward; e.g. reward={DEFAULT}")
+    if len(names) > 1 and config.args:
+        raise ConfigError(f"args: of which of {', '.join(names)}? Write rewards.NAME.target= and rewards.NAME.args.")
+    return {name: registry.build(name, **config.args) for name in names}
+
+
+def _add_pairing(config: ScoreConfig, rewards: dict[str, Reward]) -> None:
+    """Check that pairs can be made by these rewards; add the one that tells still clips."""
+    by = config.pairing.reward or next(iter(rewards))
+    if by not in rewards:
+        raise ConfigError(f"pairing.reward={by}: scored are {', '.join(rewards)}; name one of them")
+    if "pairs" in rewards:
+        raise ConfigError("a reward called 'pairs' cannot be told from the pairs in the summary; rename it")
+    if config.pairing.motion and MOTION not in rewards:
+        rewards[MOTION] = registry.build(MOTION)
+
+
+def _check(rewards: Mapping[str, Reward]) -> None:
+    """Refuse what files cannot be scored with; load the rest."""
+    for name, reward in rewards.items():
         if reward.granularity != "clip":
             raise ConfigError(f"reward {name!r} gives a value for each {reward.granularity}; score wants one a clip")
         if lacking := sorted(set(reward.needs) & set(NEEDS) - KNOWN):
             raise ConfigError(f"reward {name!r} needs {', '.join(lacking)}, which files cannot give to it")
         registry.prepare(reward)
-    return out
 
 
 def _described(config: ScoreConfig, rewards: Mapping[str, Reward]) -> dict[str, Any]:

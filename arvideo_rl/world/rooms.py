@@ -101,33 +101,3 @@ def _look_up(texture: Tensor, uv: Tensor) -> Tensor:
     (fx, fy), (x, y), n = (uv - base).split(1, -1), base.long().unbind(-1), len(texture)
     rows = [torch.lerp(texture[(y + k) % n, x % n], texture[(y + k) % n, (x + 1) % n], fx) for k in (0, 1)]
     return torch.lerp(rows[0], rows[1], fy)
-
-
-def freeze(frames: Tensor) -> Tensor:
-    """The first of ``frames`` [F, 3, H, W], F times."""
-    return frames[:1].expand_as(frames).clone()
-
-
-def jitter(frames: Tensor, seed: int, pixels: float = 3.0) -> Tensor:
-    """Each frame shifted at random by about ``pixels``, borders repeated: a shaking camera."""
-    rng = torch.Generator().manual_seed(seed)
-    shift = pixels * torch.randn(len(frames), 1, 1, 2, generator=rng)
-    return _warp(frames, shift.expand(-1, *frames.shape[2:], 2))
-
-
-def melt(frames: Tensor, seed: int, pixels: float = 4.0) -> Tensor:
-    """Frames whose content flows by a smooth random field that changes over time and grows to about ``pixels``."""
-    rng = torch.Generator().manual_seed(seed)
-    count, _, height, width = frames.shape
-    coarse = torch.randn(1, 2, max(2, count // 3), 5, 5, generator=rng)
-    field = torch.nn.functional.interpolate(coarse, (count, height, width), mode="trilinear")
-    growth = torch.linspace(0, 1, count)[:, None, None, None]
-    return _warp(frames, pixels * growth * field[0].permute(1, 2, 3, 0))
-
-
-def _warp(frames: Tensor, shift: Tensor) -> Tensor:
-    """``frames`` looked up at ``shift`` [F, H, W, 2] pixels away."""
-    height, width = frames.shape[2:]
-    v, u = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
-    at = 2 * (torch.stack([u, v], -1) + shift) / torch.tensor([width, height]) - 1
-    return torch.nn.functional.grid_sample(frames, at, padding_mode="border", align_corners=False)

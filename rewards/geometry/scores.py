@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from rewards.claims import Claims
 from rewards.contract import Clips
 from rewards.geometry import pictures
 from rewards.geometry.backends import Backend
@@ -18,6 +19,7 @@ from rewards.geometry.reprojection import redraw, reprojection, rerender, salien
 from rewards.geometry.trajectory import following, smoothness
 
 ERROR = 0.3  # colour difference that is drawn as the brightest
+UNHARMED = ("darkened", "flickering", "reversed", "resized", "mirrored")  # geometry is the same
 
 
 class Epipolar(GeometricReward):
@@ -26,6 +28,11 @@ class Epipolar(GeometricReward):
 
     name = "epipolar"
     formula = "gate * exp(-E / tau), E mean Sampson distance of matches, in diagonals"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "texture_free", "noisy", "melted"),
+        withstands=UNHARMED,
+        blind_to=("jittered", "shuffled", "looped"),
+    )
 
     def __init__(self, frames: int = 8, tau: float = 0.002, cap: float = 0.01, motion_floor: float = 0.001):
         super().__init__(motion_floor)
@@ -56,6 +63,11 @@ class Reprojection(BackendReward):
 
     name = "reprojection"
     formula = "gate * exp(-E / tau), E mean distance from projected to tracked points, in diagonals"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "texture_free", "noisy", "jittered", "melted"),
+        withstands=UNHARMED,
+        blind_to=("shuffled", "looped"),
+    )
 
     def __init__(self, backend: str | Backend = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
                  motion_floor: float = 0.001):  # fmt: skip
@@ -107,6 +119,12 @@ class Rerender(BackendReward):
 
     name = "rerender"
     formula = "gate * exp(-E / tau), E mean colour difference to the frame drawn from all others' points"
+    hacked_by = "dark and soft pictures, whose colours differ little; a camera over a dead scene"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "texture_free", "noisy", "flickering", "jittered", "melted"),
+        withstands=("reversed", "mirrored"),
+        blind_to=("darkened", "blurred", "resized", "shuffled", "looped"),
+    )
 
     def __init__(self, backend: str | Backend = "classical", frames: int = 6, tau: float = 0.05,
                  motion_floor: float = 0.001):  # fmt: skip
@@ -144,6 +162,10 @@ class CameraSmoothness(BackendReward):
 
     name = "camera_smoothness"
     formula = "gate * (translation + rotation) / 2, each 1 / (1 + mean |acceleration| / speed)"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "texture_free", "jittered", "melted", "shuffled", "looped"),
+        withstands=UNHARMED,
+    )
 
     def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.001):
         super().__init__(backend, motion_floor)
@@ -162,6 +184,10 @@ class CameraFollowing(BackendReward):
     formula = "weighted mean of exp(-error) of path, step and rotation to the target's"
     needs = frozenset({"cameras"})
     hacked_by = "a moving camera over any scene: it says nothing about what is seen"
+    claims = Claims(
+        notices=("wrong_cameras", "frozen", "half_frozen", "jittered", "melted", "shuffled", "reversed", "looped"),
+        withstands=("darkened", "flickering", "resized", "mirrored"),
+    )
 
     def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.0):
         super().__init__(backend, motion_floor)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from arvideo_rl.world.geometry import geometry_of_room
-from arvideo_rl.world.rooms import FIELD_OF_VIEW, freeze, jitter, melt, room
+from arvideo_rl.world.rooms import FIELD_OF_VIEW, room
 from rewards.contract import Clips, score
+from rewards.distortions import freeze, jitter, melt
 from rewards.geometry.backends import Classical, GroundTruth
 from rewards.geometry.cameras import Cameras
 from rewards.geometry.flow import clip_flow, motion

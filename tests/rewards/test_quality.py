@@ -6,8 +6,9 @@ import pytest
 import torch
 from torchvision.transforms.functional import gaussian_blur
 
-from arvideo_rl.world.rooms import freeze, jitter, melt, room
+from arvideo_rl.world.rooms import room
 from rewards.contract import Clips, score
+from rewards.distortions import freeze, jitter, melt
 from rewards.geometry.flow import Flow
 from rewards.motion import ENOUGH, DynamicDegree, Flicker, MotionSmoothness
 from rewards.registry import build
