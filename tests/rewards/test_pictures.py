@@ -4,8 +4,9 @@ known."""
 import pytest
 import torch
 
-from arvideo_rl.world.rooms import FIELD_OF_VIEW, melt, room
+from arvideo_rl.world.rooms import FIELD_OF_VIEW, room
 from rewards.contract import Clips
+from rewards.distortions import melt
 from rewards.geometry.backends import Classical
 from rewards.geometry.pictures import dots, flow_colours, heat, lines
 from rewards.registry import build

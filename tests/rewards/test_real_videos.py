@@ -14,9 +14,9 @@ import torch
 from torch.nn.functional import interpolate
 from torchvision.transforms.functional import gaussian_blur
 
-from arvideo_rl.world.rooms import freeze, jitter, melt
 from rewards.contract import Clips, score
 from rewards.describe import describe
+from rewards.distortions import freeze, jitter, melt
 from rewards.registry import available, build
 
 VIDEOS = ("bikes", "bigbuckbunny", "carphone_pristine", "carphone_distorted")
