@@ -68,6 +68,7 @@ LIST = [float(i) for i in range(10)]
         ([x + 0.5 for x in LIST], {}, "stays"),
         ([x + 3 for x in LIST], {}, "FOOLED"),
         ([x + 3 * (-1) ** i for i, x in enumerate(LIST)], {}, "unclear"),
+        ([x + (3 if x < 6 else -3) for x in LIST], {}, "unclear"),  # six of ten may be chance
         ([x - 20 for x in LIST], {"harmless": True}, "moves"),
         ([x + 3 for x in LIST], {"harmless": True}, "FOOLED"),
         ([x - 3 for x in LIST], {"claims": Claims(withstands=("frozen",))}, "moves"),
