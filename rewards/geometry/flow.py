@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from rewards.geometry.cameras import diagonal, pixel_centres
 
 AGREE = 0.002  # standard deviation, in diagonals, of a forward and a backward flow that agree
 LARGE = 192  # px of the short side from which DIS ends at half resolution: four times faster, as exact as half the size
+KEPT = 2**29  # bytes; ten clips of 16 frames of 256 x 448
 TEXTURE = 1e-4  # least smaller eigenvalue of the structure tensor (grey in [0, 1], per pixel) that can be followed
 
 
@@ -35,6 +38,15 @@ class Flow:
     confidence_back: Tensor  # [F-1, H, W]
     corners: Tensor  # [F, H, W] smaller eigenvalue of the structure tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return sum(part.nbytes for part in vars(self).values())
+
+
+_last: dict[tuple, Flow] = {}  # by grey pictures, the one used last at the end
+_lock = threading.Lock()
+
 
 def grey(frames: Tensor) -> np.ndarray:
     """Grey uint8 [F, H, W] of ``frames`` [F, 3, H, W] in [0, 1]."""
@@ -43,8 +55,22 @@ def grey(frames: Tensor) -> np.ndarray:
 
 
 def clip_flow(frames: Tensor) -> Flow:
-    """Flow of ``frames`` [F, 3, H, W] in [0, 1], F >= 2, H and W of 16 or more."""
-    cv2, images = opencv(), grey(frames)
+    """Flow of ``frames`` [F, 3, H, W] in [0, 1], F >= 2, H and W of 16 or more. The last ones are kept, up to KEPT
+    bytes, because several rewards look at the same clips; nobody may change what they get."""
+    images = grey(frames)
+    key = (images.shape, hashlib.sha256(images).digest())
+    with _lock:
+        found = _last.pop(key, None)
+    found = found or _flow_of(images)
+    with _lock:
+        _last[key] = found
+        while sum(flow.nbytes for flow in _last.values()) > KEPT:
+            _last.pop(next(iter(_last)))
+    return found
+
+
+def _flow_of(images: np.ndarray) -> Flow:
+    cv2 = opencv()
     corners = torch.stack([_corners(cv2, image) for image in images])
     pairs = list(zip(images[:-1], images[1:]))
     forward = torch.stack([pair_flow(a, b) for a, b in pairs])

@@ -237,3 +237,24 @@ def test_malformed_geometry_is_refused():
         Geometry(None, torch.eye(4)[:3].repeat(2, 1, 1), torch.eye(3))
     with pytest.raises(ValueError, match="depth has shape"):
         Geometry(torch.ones(3, 4, 4), torch.eye(4).repeat(2, 1, 1), torch.eye(3))
+
+
+def test_flow_is_computed_once_for_all_rewards_that_look_at_a_clip_and_little_is_kept(monkeypatch):
+    from rewards.geometry import flow
+
+    computed = []
+    monkeypatch.setattr(flow, "_last", {})
+    monkeypatch.setattr(flow, "pair_flow", lambda a, b, real=flow.pair_flow: (computed.append(1), real(a, b))[1])
+    clips = [torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    first = flow.clip_flow(clips[0])
+    assert flow.clip_flow(clips[0].clone()) is first and len(computed) == 4
+    assert flow.clip_flow(clips[1]) is not first and len(computed) == 8
+    monkeypatch.setattr(flow, "KEPT", 2 * first.nbytes)
+    flow.clip_flow(clips[0])
+    flow.clip_flow(clips[2])  # and the one that was used longest ago, clips[1], goes
+    assert flow.clip_flow(clips[0]) is first and len(computed) == 12 and len(flow._last) == 2
+    flow.clip_flow(clips[1])
+    assert len(computed) == 16
+    monkeypatch.setattr(flow, "KEPT", 0)
+    flow.clip_flow(clips[3])
+    assert not flow._last
