@@ -81,6 +81,9 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
             raise ConfigError(f"out={config.out}: needs pyarrow (pip install pyarrow); or write .csv or .jsonl")
     if config.maps:
         check_folder(Path(config.maps), "maps")
+    for key, given in (("out", config.out), ("pairs", config.pairs)):
+        if given and Path(given).resolve() in {Path(w).resolve() for w in (*words, config.compare) if w}:
+            raise ConfigError(f"{key}={given} is what is to be scored, and would be written over; choose another name")
     list_actions(config.actions)
     device = find_device(config.device)
     told = {"prompt": config.prompt, "actions": config.actions, "fps": config.fps}

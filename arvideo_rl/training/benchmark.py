@@ -36,7 +36,7 @@ class StreamingConfig:
     streams: int = 16  # held-out prompts that are streamed, from the first
     frames: int = 240  # of each stream
     segment: int = 60  # frames that are measured together
-    switch_at: int = 60  # frame at which the prompt changes in the streams of the switch; 0 = no switch
+    switch_at: int = 12  # frame at which the prompt changes in the streams of the switch; 0 = no switch
     timed: int = 60  # frames of the one stream that is timed
 
 

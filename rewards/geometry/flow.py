@@ -58,7 +58,7 @@ def clip_flow(frames: Tensor) -> Flow:
     """Flow of ``frames`` [F, 3, H, W] in [0, 1], F >= 2, H and W of 16 or more. The last ones are kept, up to KEPT
     bytes, because several rewards look at the same clips; nobody may change what they get."""
     images = grey(frames)
-    key = (images.shape, hashlib.sha256(images).digest())
+    key = (images.shape, hashlib.sha256(images.tobytes()).digest())
     with _lock:
         found = _last.pop(key, None)
     found = found or _flow_of(images)

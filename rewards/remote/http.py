@@ -98,7 +98,7 @@ def exchange(
         if response.length:  # read(n) does not raise for what is missing
             raise http.client.IncompleteRead(text, response.length)
         return response.status, _wait(response.headers.get("Retry-After")), text
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, UnicodeError, http.client.HTTPException) as error:  # Unicode: a name that no host can have
         if late.is_set() or isinstance(error, TimeoutError):
             raise Failed("timeout", f"no answer within {told or seconds:.4g} s", again=True) from None
         if isinstance(error, (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)):

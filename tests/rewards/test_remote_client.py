@@ -255,6 +255,12 @@ def test_what_cannot_begin_is_an_error_at_the_start_in_one_line(name, scripted):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_name_that_no_host_can_have_is_an_error_at_the_start():
+    with pytest.raises(ValueError, match="remote reward bright at http://aaa.*: it cannot be reached") as error:
+        build("remote", url=f"http://{'a' * 70}.example", reward="bright", retries=0)
+    assert "\n" not in str(error.value)
+
+
 def test_nobody_there_is_an_error_at_the_start(scripted):
     server = scripted()
     server.close()

@@ -284,6 +284,18 @@ def test_the_pictures_of_a_shipped_reward_and_where_the_worst_one_is(tmp_path, c
     assert "m/soft.sharpness.*.png" in Path("s.csv").read_text()
 
 
+@pytest.mark.parametrize("keys", [{"out": "./m.jsonl"}, {"pairs": "m.jsonl"}, {"out": "o.csv", "compare": "o.csv"}])
+def test_a_manifest_is_never_written_over(clips, tmp_path, monkeypatch, keys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"path": str(clips / "clip_0.gif"), "prompt": "x", "n": i} for i in range(2)]
+    before = "\n".join(map(json.dumps, rows))
+    Path("m.jsonl").write_text(before)
+    Path("o.csv").write_text(f"path\n{clips / 'clip_0.gif'}\n")
+    with pytest.raises(ValueError, match="is what is to be scored, and would be written over"):
+        score_videos("m.jsonl", brightness, **keys)
+    assert Path("m.jsonl").read_text() == before and Path("o.csv").read_text().startswith("path")
+
+
 def test_globs_lists_and_a_file_named_twice(clips, monkeypatch):
     monkeypatch.chdir(clips)
     names = [n for n, *_ in numbers(score_videos("clip_[0-2].*", brightness))]
