@@ -112,7 +112,9 @@ def speed(generator: Generator, model: Callable, prompt: Prompts, frames: int) -
     full = min(math.ceil((own.window or 0) / own.chunk), len(seconds) - 1)
     rate = (codec.pixel_frames(frames) - codec.pixel_frames(frames - own.chunk)) / statistics.median(seconds[full:])
     device = generator.transformer.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    cpu = f"CPU, {count} thread{'s' * (count > 1)}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     told: dict[str, Any] = {"first_seconds": seconds[0], "frames_per_second": rate, "real_time": rate / own.fps}
     return told | {"device": name}
 
