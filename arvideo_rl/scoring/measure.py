@@ -56,7 +56,7 @@ def _together(job: Job, clips: list[tuple[Task, Video]]) -> list[dict[str, Measu
             else:
                 ready.append(i)
         chosen = frames if len(ready) == len(clips) else frames[ready]
-        for i, measured in zip(ready, _measure(job, reward, chosen, [clips[i] for i in ready]) if ready else []):
+        for i, measured in zip(ready, _measure(job, name, chosen, [clips[i] for i in ready]) if ready else []):
             out[i][name] = measured
     return out
 
@@ -73,15 +73,16 @@ def _lacking(reward: Reward, task: Task, sampled: bool) -> Problem | None:
     return None
 
 
-def _measure(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> list[Measured]:
+def _measure(job: Job, name: str, frames: Tensor, clips: list[tuple[Task, Video]]) -> list[Measured]:
     """One reward on clips of one size. Where a batch fails each clip is tried alone, so that one does not take the
     others with it."""
+    reward = job.rewards[name]
     try:
         with torch.autocast(job.device.type, DTYPES[job.config.dtype], enabled=job.config.dtype != "float32"):
             scores = score(reward, _clips(reward, frames, clips))
     except Exception as error:  # whatever a reward of somebody else raises
         if len(clips) > 1:
-            return [_measure(job, reward, frames[i : i + 1], clips[i : i + 1])[0] for i in range(len(clips))]
+            return [_measure(job, name, frames[i : i + 1], clips[i : i + 1])[0] for i in range(len(clips))]
         if _is_memory(error):
             return [_bad("system:out_of_memory", "no memory to score it; lower gib or batch, or set short_side")]
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
@@ -94,7 +95,7 @@ def _measure(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, V
         else:
             out.append(_bad(reason, ""))
         if job.config.maps and hasattr(reward, "maps"):
-            out[-1] |= _draw(job, reward, frames[i : i + 1], clips[i : i + 1])
+            out[-1] |= _draw(job, name, frames[i : i + 1], clips[i : i + 1])
     return out
 
 
@@ -102,13 +103,13 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _draw(job: Job, reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> Measured:
+def _draw(job: Job, name: str, frames: Tensor, clips: list[tuple[Task, Video]]) -> Measured:
     """Write what the reward can show of one clip, also of one that it cannot measure, each map a sheet:
     ``reward.maps(clips)`` gives tensors [1, F, 3, H, W] in [0, 1] by name. Says where they are, or why there are
     none."""
     task = clips[0][0]
     folder = Path(job.config.maps) / "compare" if task.against else Path(job.config.maps)
-    start = f"{_file_name(task.pair)}.{_file_name(reward.name)}"
+    start, reward = f"{_file_name(task.pair)}.{_file_name(name)}", job.rewards[name]
     try:
         with torch.no_grad():
             drawn = reward.maps(_clips(reward, frames, clips))  # type: ignore[attr-defined]

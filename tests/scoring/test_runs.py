@@ -20,7 +20,7 @@ from arvideo_rl.cli.main import main
 from arvideo_rl.media import read_video, write_video
 from arvideo_rl.scoring import ScoreConfig, score_videos
 from arvideo_rl.scoring import run as running
-from arvideo_rl.scoring.settings import prepare
+from arvideo_rl.scoring.settings import Named, prepare
 from arvideo_rl.scoring.tables import even
 from arvideo_rl.training.prompts import parse_actions
 from rewards.contract import Clips, Scores, score
@@ -268,6 +268,14 @@ def test_a_picture_that_cannot_be_drawn_costs_no_value_and_no_two_clips_share_on
     assert all(r["value"] is not None for r in rows)
     assert [r["maps"] for r in rows if r["maps"].startswith("none")] == ["none: ZeroDivisionError: no light"]
     assert len(list((tmp_path / "maps").glob("*.png"))) == 5 and len({r["maps"] for r in rows}) == 6
+
+
+def test_two_rewards_of_one_kind_draw_under_their_own_names(tmp_path):
+    write_video(tmp_path / "a.gif", torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), 8)
+    parts = {"low": Named("sharpness", {"quantile": 0.0}), "high": Named("sharpness", {"quantile": 1.0})}
+    rows = score_videos(tmp_path / "a.gif", rewards=parts, maps=str(tmp_path / "m")).rows
+    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["a.high.detail.png", "a.low.detail.png"]
+    assert [Path(r["maps"]).name for r in rows] == ["a.low.*.png", "a.high.*.png"]
 
 
 def test_the_pictures_of_a_shipped_reward_and_where_the_worst_one_is(tmp_path, capsys, monkeypatch):
