@@ -132,6 +132,8 @@ def _table(job: Job, result: Result) -> None:
     names = list(dict.fromkeys(k for r in rows for k in r["components"]))
     several = ["reward"] if len(job.rewards) > 1 else []
     table = Table("file", *several, "value", *names, "reason", title=title)
+    for column in table.columns[: 1 + len(several)]:
+        column.overflow = "fold"  # a name that is cut short says nothing
     for r in rows:
         numbers = {"value": r["value"], **r["components"]}
         cells = [f"{numbers[k]:.4f}" if numbers.get(k) is not None else "" for k in ("value", *names)]
@@ -161,7 +163,8 @@ def _pictures(label: str, rows: list[dict[str, Any]]) -> None:
     drawn = [r for r in rows if r["maps"] and not r["maps"].startswith("none")]
     if drawn:
         worst = min(drawn, key=lambda r: (r["value"] is None, r["value"] or 0.0))
-        print(f"{label}pictures of {len(drawn)} clips; of the lowest: {worst['maps']}")
+        many = f" of {len(drawn)} clips; of the lowest" if len(drawn) > 1 else ""
+        print(f"{label}pictures{many}: {worst['maps']}")
     if missing := [r for r in rows if r["maps"].startswith("none")]:
         print(f"{label}no picture of {missing[0]['file']}: {missing[0]['maps'][6:]} ({len(missing)} such)")
 
@@ -171,7 +174,8 @@ def _preferences(result: Result, where: str) -> None:
     found = result.summary["pairs"]
     gaps = sorted(pair["gap"] for pair in result.pairs)
     spread = f"; gap {gaps[0]:.4f} to {gaps[-1]:.4f}, median {gaps[len(gaps) // 2]:.4f}" if gaps else ""
-    print(f"{found['pairs']} pairs in {found['groups']} groups by {found['reward']}{spread}")
+    pairs, groups = (f"{found[k]} {k if found[k] != 1 else k[:-1]}" for k in ("pairs", "groups"))
+    print(f"{pairs} in {groups} by {found['reward']}{spread}")
     for what in ("clips", "groups"):
         if left := found[f"{what}_left_out"]:
             print(f"{what} left out: " + ", ".join(f"{n} {reason}" for reason, n in left.items()))

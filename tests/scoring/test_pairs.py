@@ -105,7 +105,7 @@ def test_the_command_line_says_how_many_and_why_not_more(tmp_path, capsys, monke
         main(line)
     out, err = capsys.readouterr()
     assert end.value.code == 0 and not err
-    assert "1 pairs in 1 groups by judges:judge; gap 0." in out and "clips left out: 1 still" in out
+    assert "1 pair in 1 group by judges:judge; gap 0." in out and "clips left out: 1 still" in out
     assert "wrote p.jsonl" in out and len(Path("p.jsonl").read_text().splitlines()) == 1
 
 

@@ -429,6 +429,17 @@ def test_the_command_line_scores_with_several_rewards_and_names_worst_and_best(c
     assert said(capsys, *line, "--dry-run")[1].startswith("would score 8 files with moves, red on cpu")
 
 
+def test_a_table_with_many_columns_cuts_no_name(clips, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(clips / "clip_0.gif", tmp_path / "a_name_of_some_length.gif")
+    rewards = "reward=inverse_dynamics,flicker,dynamic_degree,sharpness"
+    code, out, err = said(capsys, "score", "a_name_of_some_length.gif", f"actions={ACTIONS}", rewards)
+    cells = [[c.strip() for c in line.split("│")[1:3]] for line in out.splitlines() if line.startswith("│")]
+    assert code == 0 and "…" not in "".join(c for row in cells for c in row)
+    assert "".join(file for file, _ in cells) == 4 * "a_name_of_some_length.gif"
+    assert "".join(reward for _, reward in cells) == rewards.removeprefix("reward=").replace(",", "")
+
+
 def test_a_name_is_shown_as_it_is_and_an_interruption_says_how_to_go_on(clips, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(clips / "clip_0.gif", tmp_path / "[red]a[bold].gif")
