@@ -308,7 +308,7 @@ class Run:
                 metrics["reward/imbalance"], total = off, total - objective.balance * off
             total = objective.weigh(total)
             metrics["train/weight_spread"] = total.mean(1).std(correction=0).item()
-        voices = ungated(self.config)
+        voices = ungated(weights, self.config)
         gates, seen = self.pull.gates({name: judged[name] for name in voices}, voices, every_group)
         at = accelerator.process_index * len(groups)
         mine = slice(at, at + len(groups))
@@ -434,7 +434,7 @@ def asked_for(config: AlignConfig, generator: Generator, processes: int) -> tupl
     objective = build_objective(config.objective, config.frames // streaming.chunk)
     check_groups(config, objective, processes)
     check_mix(config.mix, weights_of(config), config.rewards, {k: r.value_range for k, (r, _) in rewards.items()})
-    check_pull(config.pull, ungated(config), objective)
+    check_pull(config.pull, ungated(weights_of(config), config), objective)
     check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, objective)
     check_on_policy(config, objective)
     if isinstance(objective, DMD):

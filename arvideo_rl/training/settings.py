@@ -276,9 +276,10 @@ def weights_of(config: AlignConfig) -> dict[str, float]:
     return {name: part.trained for name, part in config.rewards.items()}
 
 
-def ungated(config: AlignConfig) -> dict[str, float]:
-    """The same without gates: they are trained on too, so that none of weight 0 here has a part in the training."""
-    return {name: part.trained for name, part in config.rewards.items() if part.gate is None}
+def ungated(weights: dict[str, float], config: AlignConfig) -> dict[str, float]:
+    """``weights`` without gates: they are trained on too, so that none of weight 0 here has a part in the training."""
+    gates = [name for name, part in config.rewards.items() if part.gate is not None]
+    return {name: weight for name, weight in weights.items() if name not in gates}
 
 
 def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:

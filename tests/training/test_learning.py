@@ -79,8 +79,14 @@ def test_distribution_matching_goes_where_its_teacher_is(config, tmp_path):
         teacher.streaming = Streaming(6, 6, 0)
         teacher.transformer.proj_out.bias.data += shift  # it predicts the clip
         teacher.save(Path(tmp_path / f"teacher{shift}"))
-        args = {"teacher": str(tmp_path / f"teacher{shift}"), "guidance": 0.0, "beta": 0.0, "warmup": 3,
-                "critic_updates": 8, "critic_lr": 0.01}  # it starts as the teacher and first learns what is made
+        args = {
+            "teacher": str(tmp_path / f"teacher{shift}"),
+            "guidance": 0.0,
+            "beta": 0.0,
+            "warmup": 3,
+            "critic_updates": 8,
+            "critic_lr": 0.01,
+        }  # it starts as the teacher and first learns what is made
         config.lr, config.objective = 1e-2, Method("dmd", args)
         run = Run(config, Accelerator())
         run.rewards = {"bright": (Brightness(1.0), 1.0)}
