@@ -1,4 +1,4 @@
-"""What the rewards cost: clips a second and peak memory of each that runs here, and pairs of frames a second of DIS.
+"""What the rewards cost: seconds a clip and peak memory of each that runs here, and pairs of frames a second of DIS.
 
     python tools/bench_rewards.py [reward ...] [--shapes 33x64x64 81x240x416 81x480x832] [--threads 1] [--out FILE.md]
 
@@ -54,8 +54,8 @@ def clips_of(shape: str) -> Clips:
     frames, height, width = map(int, shape.split("x"))
     c2w = torch.eye(4).repeat(1, frames, 1, 1)
     c2w[0, :, 0, 3] = torch.arange(frames) * 0.05
-    still = torch.zeros(1, frames - 1, dtype=torch.int64)
-    return Clips(scene(frames, height, width), FPS, ["a ball rolls left"], still, Cameras(c2w))
+    actions = torch.ones(1, frames - 1, dtype=torch.int64)
+    return Clips(scene(frames, height, width), FPS, ["a ball rolls left"], actions, Cameras(c2w))
 
 
 def memory(what: str) -> int:
@@ -114,6 +114,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.case:
         return measure(*args.case, args.threads)
+    if unknown := set(args.rewards) - set(registry.available()):
+        parser.error(f"no such reward: {', '.join(sorted(unknown))}; 'arvideo rewards list' shows them")
     wanted = args.rewards or [n for n in registry.available() if n not in LEFT_OUT]
     runs = [n for n in wanted if not required(n) and not lacking(n, read=not optional(n))]
     lines = [f"{hardware(args.threads)}. CPU seconds a clip (wall), memory beyond the clip.", ""]
@@ -126,7 +128,8 @@ def main() -> None:
             cells.append(found.get("refused") and "refused" or
                          f"{found['cpu']:.2f} s ({found['wall']:.2f}), {found['peak'] / 2**20:.0f} MiB")  # fmt: skip
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", f"Not measured (weights or a server are missing): {', '.join(sorted(set(wanted) - set(runs)))}."]
+    if left := sorted(set(wanted) - set(runs)):
+        lines += ["", f"Not measured (weights or a server are missing): {', '.join(left)}."]
     dis = [n for n in runs if isinstance(registry.build(n), GeometricReward)]
     if dis:
         lines += ["", f"| DIS reward at {TARGET} | pairs a CPU second |", "|---|---|"]

@@ -14,6 +14,7 @@ from rewards.geometry.epipolar import homogeneous, sampson
 from rewards.geometry.flow import opencv
 
 RATIO = 0.75
+BLOCK = 1024  # descriptors compared with all others at once
 FEW = 20  # fewer matches say nothing
 SAME_PLANE = 0.9  # a homography with this share of the fundamental matrix's inliers explains the pair as well
 STILL = 0.002  # median displacement, in diagonals, below which any fundamental matrix fits
@@ -34,11 +35,26 @@ def match(first: tuple[Tensor, np.ndarray], second: tuple[Tensor, np.ndarray]) -
     (xy1, d1), (xy2, d2) = first, second
     if len(d1) < 2 or len(d2) < 2:
         return xy1[:0], xy2[:0]
-    matcher = opencv().BFMatcher()
-    back = {m.trainIdx: m.queryIdx for m in matcher.match(d2, d1)}
-    best = [a for a, b in matcher.knnMatch(d1, d2, k=2) if a.distance < RATIO * b.distance]
-    best = [a for a in best if back.get(a.queryIdx) == a.trainIdx]
-    return xy1[[a.queryIdx for a in best]], xy2[[a.trainIdx for a in best]]
+    forth, back = _nearest(torch.from_numpy(d1), torch.from_numpy(d2))
+    best = (forth >= 0) & (back[forth] == torch.arange(len(forth)))
+    return xy1[best], xy2[forth[best]]
+
+
+def _nearest(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """For each descriptor of ``first`` [N, 128] the index of the nearest of ``second`` [M, 128], -1 where another is
+    nearly as near; for each of ``second`` that of the nearest of ``first`` [M]. SIFT's are whole numbers whose products
+    add up below 2^24, so that this is exact and needs no pair to be visited by itself, as OpenCV's matcher does."""
+    squares, forth, least, back = second.square().sum(1), [], [], []
+    for rows in first.split(BLOCK):
+        distance = rows.square().sum(1)[:, None] + squares - 2 * rows @ second.T
+        found = distance.min(0)
+        least.append(found.values)
+        back.append(found.indices + BLOCK * len(back))
+        near, at = distance.min(1)
+        after = distance.scatter_(1, at[:, None], torch.inf).min(1).values
+        forth.append(torch.where(near.sqrt() < RATIO * after.sqrt(), at, -1))
+    block = torch.stack(least).argmin(0)
+    return torch.cat(forth), torch.stack(back).gather(0, block[None])[0]
 
 
 def robust(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[np.ndarray | None, np.ndarray]:

@@ -60,14 +60,17 @@ def test_a_reward_lacks_each_of_its_parts_until_all_are_here(hub, monkeypatch, t
 
     rubric = tmp_path / "rubric.txt"
     monkeypatch.setattr(v.VideoReward, "files", {rubric: "get the rubric"})
+    monkeypatch.setattr(v.VideoReward.__init__, "__defaults__", (v.HUB, v.BASE, rubric, "mean", True))
     assert [what for what, _ in lacking("video_reward")] == [f"weights {x}" for x in (rubric, v.HUB, v.BASE)]
-    rubric.write_text("x")
+    rubric.write_text("{text_prompt} " + " ".join(v.TOKENS))
     hub(v.HUB, {"model_config.json": b"{}"})
     hub(v.BASE, dict.fromkeys(v.BASE_FILES, b"{}"))
     include = " ".join(f"--include '{f}'" for f in v.FILES)
     assert lacking("video_reward") == [(f"weights {v.HUB}", f"hf download {v.HUB} {include}")]
     hub(v.HUB, {"checkpoint-7/model.pth": b"x"})
-    assert lacking("video_reward", read=False) == [] and len(lacking("video_reward")) == 1
+    assert lacking("video_reward", read=False) == []
+    ((what, how),) = lacking("video_reward")
+    assert "model_config.json" in what and "--force-download" in how
 
 
 def test_a_description_follows_the_arguments():
