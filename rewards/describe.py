@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards import registry
+from rewards.geometry import backends
 from rewards.preference.weights import cached, command
 
 
@@ -103,3 +104,14 @@ def _again(hub: Mapping[str, Sequence[str]]) -> str:
     """The command that replaces what is broken."""
     fetched = " && ".join(f"{command(repo, names)} --force-download" for repo, names in hub.items())
     return fetched or "pip install --force-reinstall arvideo-rl"
+
+
+def backend_lacks(name: str) -> list[tuple[str, str]]:
+    """What the geometry backend ``name`` lacks to run, as :func:`lacking`."""
+    made = backends.backend(name)
+    try:
+        registry.prepare(made)
+    except ValueError as error:
+        how = ", ".join(getattr(made, "files", {}).values()) or "pip install opencv-python-headless"
+        return [(str(error), how)]
+    return []

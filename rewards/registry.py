@@ -113,8 +113,8 @@ def build(target: str, /, **args: Any) -> Reward:
     return found
 
 
-def prepare(reward: Reward) -> None:
-    """Let ``reward`` load what it would load late, if it has such a thing; ValueError when it cannot."""
+def prepare(reward: Any) -> None:
+    """Let ``reward`` (or a backend) load what it would load late, if it has such a thing; ValueError when it cannot."""
     load = getattr(reward, "prepare", None)
     if load is not None:
         load()

@@ -10,8 +10,8 @@ from arvideo_rl.cli.help import keys
 from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
-MEMORY_KEYS = "batch, smooth or joystick"
-WAYS = "list, info NAME [args.KEY=VALUE], doctor [NAME], train-idm or train-text-video [key=value ...]"
+MEMORY_KEYS = "batch, smooth, joystick or scenes"
+WAYS = "list, info NAME [args.KEY=VALUE], doctor [NAME], or train-idm, train-text-video, train-geometry [key=value ...]"
 
 
 @dataclass
@@ -23,6 +23,7 @@ class InfoConfig:
 
 def help_text() -> str:
     """Text of --help."""
+    from arvideo_rl.training.geometry import GeometryConfig
     from arvideo_rl.training.idm import IdmConfig
     from arvideo_rl.training.text_video import TextVideoConfig
 
@@ -31,20 +32,25 @@ arvideo rewards info NAME [args.KEY=VALUE ...]
 arvideo rewards doctor [NAME]
 arvideo rewards train-idm [key=value ...]
 arvideo rewards train-text-video [key=value ...]
+arvideo rewards train-geometry [key=value ...]
 
 list shows every reward: what it gives, what it needs, what it would download, its licence and formula. info shows all
 of one, also of your own (module:attribute): arguments, range, cost, what maximises it wrongly, its page, its weights
 and how to get those that are missing. doctor says which modules or weights are missing or damaged, with the command
 that mends each, and exits 1 if a reward cannot run that should: weights of published preference models are fetched by
-those who want them. doctor NAME looks at one, and reads its weights whatever their size. train-idm and train-text-video
-render the world and train the inverse-dynamics model (a minute or two on two CPU cores) or the text-video model (about
-ten); the shipped ones say how they were made in rewards/weights/*.json.
+those who want them. doctor NAME looks at one, and reads its weights whatever their size. train-idm, train-text-video
+and train-geometry render the world and train the inverse-dynamics model (a minute or two on two CPU cores), the
+text-video model (about ten), or the network of the geometric rewards (about seven, on one core); the shipped ones say
+how they were made in rewards/weights/*.json.
 
 keys of train-idm and defaults
 {keys(IdmConfig)}
 
 keys of train-text-video and defaults
-{keys(TextVideoConfig)}"""
+{keys(TextVideoConfig)}
+
+keys of train-geometry and defaults
+{keys(GeometryConfig)}"""
 
 
 def run(words: list[str], items: list[str], flags: set[str]) -> int:
@@ -59,6 +65,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         train_idm(items, "--dry-run" in flags)
     elif words == ["train-text-video"]:
         train_text_video(items, "--dry-run" in flags)
+    elif words == ["train-geometry"]:
+        train_geometry(items, "--dry-run" in flags)
     else:
         raise UsageError(f"rewards takes {WAYS}; 'arvideo rewards list' shows the names")
     return 0
@@ -71,6 +79,7 @@ def show_list() -> None:
     from arvideo_rl.progress import console
     from rewards import registry
     from rewards.describe import describe
+    from rewards.geometry.backends import BACKENDS
 
     table = Table("reward", "one a", "range", "needs", "download", "licence", "formula")
     for column in table.columns[:5]:
@@ -80,6 +89,7 @@ def show_list() -> None:
         table.add_row(name, _text(about["granularity"]), _range(about["range"]), _needs(about),
                       _gigabytes(about["download"]), _text(about["licence"]), about["formula"])  # fmt: skip
     console().print(table)
+    print(f"geometry backends: {', '.join(BACKENDS)} (args.backend of the rewards that take one)")
 
 
 def show_info(name: str, args: dict[str, Any]) -> None:
@@ -135,7 +145,8 @@ def _size(count: int | None) -> str:
 def doctor(name: str = "") -> int:
     """What each shipped reward lacks, or the reward ``name``; 1 when one that is asked for or should run cannot."""
     from rewards import registry
-    from rewards.describe import declared, lacking, optional, required
+    from rewards.describe import backend_lacks, declared, lacking, optional, required
+    from rewards.geometry.backends import BACKENDS
 
     if name and name not in registry.available():
         raise UsageError(f"there is no shipped reward {name!r}: {', '.join(registry.available())}")
@@ -150,6 +161,12 @@ def doctor(name: str = "") -> int:
             size = declared(registry.resolve(one))["download"]
             state += f", {_gigabytes(size)} to fetch" if size else ""
         print(f"{one:<18} {state}")
+        for what, command in found:
+            print(f"  {what}: {command}")
+    for one in BACKENDS if not name else ():
+        found = backend_lacks(one)
+        bad += bool(found)
+        print(f"{f'geometry {one}':<18} " + ("CANNOT RUN" if found else "ready"))
         for what, command in found:
             print(f"  {what}: {command}")
     if not name:
@@ -185,3 +202,19 @@ def train_text_video(items: list[str], dry: bool) -> None:
     found = text_video.run(config)["auroc"]
     measured = ", ".join(f"{style} {parts[text_video.ANOTHER]['auroc']:.4f}" for style, parts in found.items())
     print(f"held-out AUROC against another scene's caption: {measured}; wrote {config.out}")
+
+
+def train_geometry(items: list[str], dry: bool) -> None:
+    """Train the geometry backend ``network``."""
+    from arvideo_rl.training import geometry
+
+    config = load(geometry.GeometryConfig, None, items)
+    config.check()
+    if dry:
+        print(f"would train depth and camera motion for {config.steps} steps and write {config.out}")
+        return
+    for style, found in geometry.run(config)["held_out"].items():
+        parts = ", ".join(f"{k.replace('_', ' ')} {v} ({found[k + '_baseline']} by a trivial answer)"
+                          for k, v in found.items() if k + "_baseline" in found)  # fmt: skip
+        print(f"held-out {style}: {parts}")
+    print(f"wrote {config.out}")

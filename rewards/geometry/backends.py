@@ -13,6 +13,7 @@ from rewards.geometry.cameras import Cameras, Geometry, diagonal, in_pixels, pin
 from rewards.geometry.flow import Flow, agreement, grey, opencv, pair_flow, track
 from rewards.geometry.matching import robust
 from rewards.geometry.reprojection import salient_points
+from rewards.registry import resolve
 
 Answer = Geometry | str  # a string is the reason why there is none: content:* or system:*
 
@@ -167,13 +168,13 @@ def _turn(first: Tensor, second: Tensor) -> Tensor:
     return rotation.float()
 
 
-BACKENDS = {"classical": Classical}
+BACKENDS = {"classical": "rewards.geometry.backends:Classical", "network": "rewards.geometry.network:Network"}
 
 
 def backend(choice: str | Backend) -> Backend:
-    """The backend called ``choice``, or ``choice`` itself when it is one."""
+    """The backend called ``choice`` (of BACKENDS, or module:attribute), or ``choice`` itself when it is one."""
     if not isinstance(choice, str):
         return choice
-    if choice not in BACKENDS:
-        raise ValueError(f"geometry backend {choice!r} is unknown; choose {', '.join(BACKENDS)}, or pass an object")
-    return BACKENDS[choice]()
+    found = resolve(choice, BACKENDS, "geometry backend")
+    made: Backend = found() if isinstance(found, type) else found
+    return made

@@ -120,6 +120,7 @@ class BackendReward(GeometricReward):
         super().__init__(motion_floor)
         self.backend = backend(backend_choice)
         self.licence = f"the package's own; {self.backend.name}: {self.backend.licence}"
+        self.files = getattr(self.backend, "files", {})
 
     def prepare(self) -> None:
         super().prepare()

@@ -59,7 +59,8 @@ class Epipolar(GeometricReward):
 class Reprojection(BackendReward):
     """exp(-E / tau) with E the mean distance, in diagonals, between where depth and cameras put salient points and
     where the flow finds them (VIGOR, arXiv 2603.16271); each distance capped at ``cap``. ``references``: number of
-    frames from which points are followed."""
+    frames from which points are followed, ``reach``: frames either way over which they are (None: the whole clip, to
+    which the flow's own drift adds up), ``patch``: pixels a side of the patches from which the points are chosen."""
 
     name = "reprojection"
     formula = "gate * exp(-E / tau), E mean distance from projected to tracked points, in diagonals"
@@ -70,8 +71,10 @@ class Reprojection(BackendReward):
     )
 
     def __init__(self, backend: str | Backend = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
-                 motion_floor: float = 0.001):  # fmt: skip
+                 motion_floor: float = 0.001, reach: int | None = None, patch: int = 4):  # fmt: skip
         super().__init__(backend, motion_floor)
+        self.reach = None if reach is None else at_least(self.name, "reach", reach, 1)
+        self.patch = at_least(self.name, "patch", patch, 1)
         self.references, self.tau, self.cap = (
             at_least(self.name, "references", references, 1),
             positive(self.name, tau),
@@ -80,14 +83,19 @@ class Reprojection(BackendReward):
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
         geometry = self.geometry(clips, index, flow)
-        gaps = torch.cat([gaps for _, gaps in self._followed(geometry, frames, flow)])
-        followed = gaps.shape[0] * (gaps.shape[1] - 1)
-        every = gaps[gaps.isfinite()]
+        parts = [gaps for _, gaps in self._followed(geometry, frames, flow)]
+        at = spread(len(frames), self.references).tolist()
+        followed = sum(len(gaps) * int(self._near(i, len(frames)).sum() - 1) for i, gaps in zip(at, parts))
+        every = torch.cat([gaps[gaps.isfinite()] for gaps in parts])
         if len(every) < 64 or len(every) < 0.1 * followed:
             raise Unmeasurable("content:low_coverage")
         error = float(every.clamp_max(self.cap).mean())
         share = len(every) / followed
         return {"value": math.exp(-error / self.tau), "error_diag": error, "coverage": share, "compared": len(every)}
+
+    def _near(self, reference: int, count: int) -> Tensor:
+        """Which of ``count`` frames the points of ``reference`` are followed to, itself among them: bool [F]."""
+        return (torch.arange(count) - reference).abs() <= (count if self.reach is None else self.reach)
 
     def _followed(self, geometry: Geometry, frames: Tensor, flow: Flow) -> list[tuple[Tensor, Tensor]]:
         """For each reference the positions [N, F, 2] of its points and how far they are from where geometry puts them
@@ -99,8 +107,9 @@ class Reprojection(BackendReward):
             trust = torch.cat([flow.confidence, flow.confidence_back[-1:]])[i]
             if geometry.confidence is not None:
                 known = known & (geometry.confidence[i] >= 0.1)
-            points = salient_points(flow.corners[i] * trust, known)
+            points = salient_points(flow.corners[i] * trust, known, patch=self.patch)
             xy, sure = track(flow, points, i)
+            sure = sure * self._near(i, len(frames))
             out.append((xy, reprojection(points, i, xy, sure, geometry)))
         return out
 

@@ -189,6 +189,7 @@ def test_doctor_and_rewards_list():
     )
     listed = arvideo("rewards", "list").stdout
     assert "inverse_dynamics" in listed and "licence" in listed and "Apache" in listed
+    assert "geometry backends: classical, network" in listed
 
 
 def test_rewards_info_and_doctor_say_what_a_reward_is_and_lacks(capsys, monkeypatch):
@@ -199,7 +200,7 @@ def test_rewards_info_and_doctor_say_what_a_reward_is_and_lacks(capsys, monkeypa
         assert line in said.stdout, line
     assert "url=(required)" in in_process(capsys, "rewards", "info", "remote").stdout
     fine = in_process(capsys, "rewards", "doctor")
-    assert fine.returncode == 0 and fine.stdout.count("ready") == len(available()) + 1
+    assert fine.returncode == 0 and fine.stdout.count("ready") == len(available()) + 3  # two backends, serving
     monkeypatch.setattr("rewards.geometry.base.GeometricReward.modules", {"cv9": "pip install cv9"})
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     bad = in_process(capsys, "rewards", "doctor")

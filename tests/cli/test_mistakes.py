@@ -70,6 +70,8 @@ MISTAKES = [  # (command line, exit code, what the line says)
     ("rewards train-idm lr=.inf", 1, "lr=inf"),
     ("rewards train-idm seed=-4 --dry-run", 1, "seed=-4"),
     ("rewards train-idm augment=mian", 1, "did you mean main?"),
+    ("rewards train-geometry scenes=0", 1, "scenes=0"),
+    ("rewards train-geometry out=x.pt --dry-run", 1, "must end with .safetensors"),
     ("evaluate held_out.batch=0", 1, "held_out.batch=0: use 1 or more"),
     ("evaluate held_out.skip=-1", 1, "held_out.skip=-1"),
     ("evaluate held_out.prompts=2 held_out.frames=3", 1, "17 prompts or more"),
