@@ -1,4 +1,5 @@
-"""``arvideo rewards``: what there is, what one of them is, what they lack; train those of the embedded world."""
+"""``arvideo rewards``: what there is, what one of them is, what they lack; train those of the embedded world;
+measure the constants of the 4D reward."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
 MEMORY_KEYS = "batch, smooth or joystick"
-WAYS = "list, info NAME [args.KEY=VALUE], doctor [NAME], train-idm or train-text-video [key=value ...]"
+WAYS = (
+    "list, info NAME [args.KEY=VALUE], doctor [NAME], train-idm or train-text-video [key=value ...], "
+    "or calibrate NAME VIDEOS [key=value ...]"
+)
 
 
 @dataclass
@@ -23,6 +27,7 @@ class InfoConfig:
 
 def help_text() -> str:
     """Text of --help."""
+    from arvideo_rl.scoring.calibrate import CalibrateConfig
     from arvideo_rl.training.idm import IdmConfig
     from arvideo_rl.training.text_video import TextVideoConfig
 
@@ -31,6 +36,7 @@ arvideo rewards info NAME [args.KEY=VALUE ...]
 arvideo rewards doctor [NAME]
 arvideo rewards train-idm [key=value ...]
 arvideo rewards train-text-video [key=value ...]
+arvideo rewards calibrate NAME FILE|FOLDER|GLOB|MANIFEST ...|world [key=value ...]
 
 list shows every reward: what it gives, what it needs, what it would download, its licence and formula. info shows all
 of one, also of your own (module:attribute): arguments, range, cost, what maximises it wrongly, its page, its weights
@@ -40,11 +46,26 @@ those who want them. doctor NAME looks at one, and reads its weights whatever th
 render the world and train the inverse-dynamics model (a minute or two on two CPU cores) or the text-video model (about
 ten); the shipped ones say how they were made in rewards/weights/*.json.
 
+calibrate measures, on videos that are known to be good, the constants by which a reward judges (four_d: how fast, how
+evenly and how rigidly things move, and what pictures look like), and writes them with the files they came from, the
+command and the date. Give it 64 clips or more that the generator made before it is aligned, of the length, size and
+rate at which it will be judged; real= sets real videos beside them. world, instead of files, stands for clips of the
+embedded world. The reward takes the file as args.calibration, its other args unchanged; clips of another size or rate
+are refused:
+
+  arvideo rewards calibrate four_d base/ out=calibration.json
+  arvideo rewards calibrate four_d base/ real=camera/ short_side=448 out=calibration.json
+  arvideo rewards calibrate four_d world clips=64 size=96 out=world.json
+  arvideo score new/ reward=four_d args.calibration=calibration.json
+
 keys of train-idm and defaults
 {keys(IdmConfig)}
 
 keys of train-text-video and defaults
-{keys(TextVideoConfig)}"""
+{keys(TextVideoConfig)}
+
+keys of calibrate and defaults
+{keys(CalibrateConfig)}"""
 
 
 def run(words: list[str], items: list[str], flags: set[str]) -> int:
@@ -59,6 +80,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         train_idm(items, "--dry-run" in flags)
     elif words == ["train-text-video"]:
         train_text_video(items, "--dry-run" in flags)
+    elif words[:1] == ["calibrate"] and len(words) > 2:
+        calibrate(words[1], words[2:], items, "--dry-run" in flags)
     else:
         raise UsageError(f"rewards takes {WAYS}; 'arvideo rewards list' shows the names")
     return 0
@@ -185,3 +208,39 @@ def train_text_video(items: list[str], dry: bool) -> None:
     found = text_video.run(config)["auroc"]
     measured = ", ".join(f"{style} {parts[text_video.ANOTHER]['auroc']:.4f}" for style, parts in found.items())
     print(f"held-out AUROC against another scene's caption: {measured}; wrote {config.out}")
+
+
+def calibrate(name: str, words: list[str], items: list[str], dry: bool) -> None:
+    """Measure constants on good clips, write them, and say what they are."""
+    import shlex
+
+    from rich.table import Table
+
+    from arvideo_rl.progress import console
+    from arvideo_rl.scoring import calibrate as measuring
+    from rewards.four_d.calibration import BY_HAND
+
+    config = load(measuring.CalibrateConfig, None, items)
+    if dry:
+        _, tasks = measuring.prepare(config, name, words)
+        what = f"{config.clips} clips of the world" if tasks is None else f"{len(tasks)} files"
+        print(f"would measure {what} and write {config.out}")
+        return
+    command = shlex.join(["arvideo", "rewards", "calibrate", name, *words, *items])
+    found, seen = measuring.run(config, name, words, command)
+    table = Table("measured", "5 %", "median", "95 %", "mean")
+    for key, numbers in found.measured.items():
+        if isinstance(numbers, dict):
+            table.add_row(key, *(f"{numbers[k]:.4g}" for k in ("q05", "median", "q95", "mean")))
+    console().print(table)
+    low, high = found.measured["m_nat_95"]
+    others = ", ".join(f"{k} {getattr(found, k):.4g}" for k in BY_HAND if k != "m_nat")
+    print(f"m_nat {found.m_nat:.4g} (95 % {low:.4g} to {high:.4g}), {others}")
+    for reason, count in seen.bad.items():
+        print(f"not measured: {count} {reason}")
+    if said := measuring.shaky(seen):
+        print(said)
+    if config.real:
+        for part, (ours, real) in measuring.beside(config, name, seen).items():
+            print(f"{part:<8} yours {ours:.3f}, real {real:.3f}" + ("" if ours < real else "; no room to improve"))
+    print(f"wrote {config.out}")
