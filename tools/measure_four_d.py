@@ -14,8 +14,8 @@ from torchvision.transforms.functional import gaussian_blur
 from arvideo_rl.scoring.calibrate import moving_scenes
 from arvideo_rl.world.geometry import geometry_of_scenes
 from arvideo_rl.world.render import FIELD_OF_VIEW, render
-from arvideo_rl.world.rooms import jitter, melt
 from rewards.contract import Clips, Scores, score
+from rewards.distortions import jitter, melt
 from rewards.four_d.calibration import BY_HAND, calibrated
 from rewards.four_d.reward import FourD
 from rewards.geometry.backends import Classical, GroundTruth

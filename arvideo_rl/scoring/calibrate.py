@@ -135,7 +135,8 @@ def _rendered(config: CalibrateConfig) -> Iterator[tuple[Tensor | str, float]]:
 
 def moving_scenes(count: int, frames: int, seed: int = 0) -> Scenes:
     """The first ``count`` scenes of the embedded world in ``seed``'s stretch in which every object moves."""
-    first, chosen = WORLD + 100_000 * seed, []
+    chosen: list[int] = []
+    first = WORLD + 100_000 * seed
     while len(chosen) < count:
         some = range(first, first + 2 * count)
         named = zip(some, sample_scenes(some, 1).objects)

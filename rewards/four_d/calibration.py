@@ -103,8 +103,9 @@ def read(path: str | Path) -> Calibration:
         raise ValueError(f"calibration {path}: is none of arvideo rewards calibrate ({odd} missing or unknown)")
     if data["version"] != VERSION:
         raise ValueError(f"calibration {path}: is of version {data['version']}, not {VERSION}; calibrate again")
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     try:
-        return Calibration(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        return Calibration(**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"calibration {path}: {error}") from None
 

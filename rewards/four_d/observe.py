@@ -99,7 +99,7 @@ def observe(frames: Tensor, flow: Flow, camera: Tensor, rate: float, settings: S
         ]))  # fmt: skip
     if 2 * len(rows) < len(windows(len(flow.forward), rate, settings.window)):
         raise Unmeasurable("content:few_followed")
-    return Observed(*torch.stack(rows, 1), appearance(frames))
+    return Observed(*torch.stack(rows, 1).unbind(), features=appearance(frames))
 
 
 def windows(steps: int, rate: float, seconds: float) -> tuple[Tensor, ...]:

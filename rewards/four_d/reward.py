@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class FourD(BackendReward):
         if part == "anchor" and not self.constants.features:
             raise ValueError("four_d: part=anchor needs a calibration; make one with arvideo rewards calibrate")
 
-    def _constants(self, path: str, by_hand: dict[str, float]) -> Calibration:
+    def _constants(self, path: str, by_hand: dict[str, Any]) -> Calibration:
         if unknown := sorted(set(by_hand) - set(BY_HAND)):
             raise ValueError(f"four_d: constants has {', '.join(unknown)}; it takes {', '.join(BY_HAND)}")
         if not path:

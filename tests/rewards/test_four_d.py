@@ -12,8 +12,9 @@ from torchvision.transforms.functional import gaussian_blur
 from arvideo_rl.scoring.calibrate import moving_scenes
 from arvideo_rl.world.geometry import geometry_of_room, geometry_of_scenes
 from arvideo_rl.world.render import render
-from arvideo_rl.world.rooms import freeze, jitter, melt, room
+from arvideo_rl.world.rooms import room
 from rewards.contract import Clips, score
+from rewards.distortions import freeze, jitter, melt
 from rewards.four_d import terms
 from rewards.four_d.calibration import UNCALIBRATED, calibrated, read
 from rewards.four_d.observe import FEATURES, appearance
