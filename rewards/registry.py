@@ -25,6 +25,7 @@ REWARDS = {
     "dynamic_degree": "rewards.motion:DynamicDegree",
     "epipolar": "rewards.geometry.scores:Epipolar",
     "flicker": "rewards.motion:Flicker",
+    "four_d": "rewards.four_d.reward:FourD",
     "hpsv2": "rewards.preference.clip:HPSv2",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
     "judge": "rewards.preference.judge:Judge",

@@ -1,4 +1,5 @@
-"""``arvideo rewards``: what there is, what one of them is, what they lack; train those of the embedded world."""
+"""``arvideo rewards``: what there is, what one of them is, what they lack; train those of the embedded world;
+measure the constants of the 4D reward."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from arvideo_rl.cli.main import UsageError
 from arvideo_rl.config import load
 
 MEMORY_KEYS = "batch, smooth, joystick or scenes"
-WAYS = "list, info NAME [args.KEY=VALUE], doctor [NAME], or train-idm, train-text-video, train-geometry [key=value ...]"
+WAYS = (
+    "list, info NAME [args.KEY=VALUE], doctor [NAME], train-idm, train-text-video or train-geometry [key=value ...], "
+    "or calibrate NAME VIDEOS [key=value ...]"
+)
 
 
 @dataclass
@@ -23,6 +27,7 @@ class InfoConfig:
 
 def help_text() -> str:
     """Text of --help."""
+    from arvideo_rl.scoring.calibrate import CalibrateConfig
     from arvideo_rl.training.geometry import GeometryConfig
     from arvideo_rl.training.idm import IdmConfig
     from arvideo_rl.training.text_video import TextVideoConfig
@@ -33,6 +38,7 @@ arvideo rewards doctor [NAME]
 arvideo rewards train-idm [key=value ...]
 arvideo rewards train-text-video [key=value ...]
 arvideo rewards train-geometry [key=value ...]
+arvideo rewards calibrate NAME FILE|FOLDER|GLOB|MANIFEST ...|world [key=value ...]
 
 list shows every reward: what it gives, what it needs, what it would download, its licence and formula. info shows all
 of one, also of your own (module:attribute): arguments, range, cost, what maximises it wrongly, its page, its weights
@@ -43,6 +49,18 @@ and train-geometry render the world and train the inverse-dynamics model (a minu
 text-video model (about ten), or the network of the geometric rewards (about seven, on one core); the shipped ones say
 how they were made in rewards/weights/*.json.
 
+calibrate measures, on videos that are known to be good, the constants by which a reward judges (four_d: how fast, how
+evenly and how rigidly things move, and what pictures look like), and writes them with the files they came from, the
+command and the date. Give it 64 clips or more that the generator made before it is aligned, of the length, size and
+rate at which it will be judged; real= sets real videos beside them. world, instead of files, stands for clips of the
+embedded world. The reward takes the file as args.calibration, its other args unchanged; clips of another size or rate
+are refused:
+
+  arvideo rewards calibrate four_d base/ out=calibration.json
+  arvideo rewards calibrate four_d base/ real=camera/ short_side=448 out=calibration.json
+  arvideo rewards calibrate four_d world clips=64 size=96 out=world.json
+  arvideo score new/ reward=four_d args.calibration=calibration.json
+
 keys of train-idm and defaults
 {keys(IdmConfig)}
 
@@ -50,7 +68,10 @@ keys of train-text-video and defaults
 {keys(TextVideoConfig)}
 
 keys of train-geometry and defaults
-{keys(GeometryConfig)}"""
+{keys(GeometryConfig)}
+
+keys of calibrate and defaults
+{keys(CalibrateConfig)}"""
 
 
 def run(words: list[str], items: list[str], flags: set[str]) -> int:
@@ -67,6 +88,10 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         train_text_video(items, "--dry-run" in flags)
     elif words == ["train-geometry"]:
         train_geometry(items, "--dry-run" in flags)
+    elif words[:1] == ["calibrate"] and len(words) > 2:
+        from arvideo_rl.cli.calibrate import calibrate
+
+        calibrate(words[1], words[2:], items, "--dry-run" in flags)
     else:
         raise UsageError(f"rewards takes {WAYS}; 'arvideo rewards list' shows the names")
     return 0

@@ -18,12 +18,13 @@ from rewards.geometry.flow import Flow
 
 
 def geometry_of_scenes(scenes: Scenes, size: int) -> list[Geometry]:
-    """Depth (NaN on the sky), cameras and intrinsics of each scene, rendered ``size`` pixels square."""
+    """Depth (NaN on the sky), cameras, intrinsics and scene flow of each scene, rendered ``size`` pixels square."""
     known = truth(scenes, size)
     depth = known.depth.masked_fill(~known.valid, torch.nan)
     last = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(*known.w2c.shape[:2], 1, 4)
     poses, k = torch.cat([known.w2c, last], 2), in_pixels(known.intrinsics, size, size)
-    return [Geometry(d, w, k, metric=True) for d, w in zip(depth, poses)]
+    moved = known.scene_flow
+    return [Geometry(d, w, k, metric=True, scene_flow=f) for d, w, f in zip(depth, poses, moved)]
 
 
 def geometry_of_room(room: Room) -> Geometry:

@@ -50,6 +50,7 @@ class Classical:
     """
 
     name, licence = "classical", "Apache-2.0 (OpenCV), no weights"
+    short = True  # tracks leave the picture sooner or later: a reward that can should ask for short pieces of a clip
 
     def __init__(self, field_of_view: float = 50.0, parallax: float = 0.006, gap: int = 4):
         if not 0 < field_of_view < 170:

@@ -39,6 +39,7 @@ class GeometricReward:
     cost = "about 0.9 s a clip of 18 frames at 96 x 96, 6 to 10 s of 16 frames at 256 x 448, on one CPU thread"
     modules = {"cv2": "pip install opencv-python-headless"}
     fewest = 2  # frames
+    parts: tuple[str, ...] = ("gate", "before_gate")  # components; what else is measured goes to raw
 
     def __init__(self, motion_floor: float = 0.001):
         if not 0 <= motion_floor < 1:
@@ -52,20 +53,15 @@ class GeometricReward:
         opencv()
 
     def __call__(self, clips: Clips) -> Scores:
-        check_needs(self, clips)
-        count, frames, _, height, width = clips.frames.shape
-        if min(height, width) < SMALLEST:
-            raise ValueError(f"{self.name}: frames are {height}x{width}; it needs {SMALLEST} pixels or more a side")
-        if frames < self.fewest:
-            raise ValueError(f"{self.name}: clips have {frames} frames; it needs {self.fewest} or more")
-        self.check(clips)
+        self.ready(clips)
+        count = len(clips)
         rows = [self._one(clips, i) for i in range(count)]
         table = {k: torch.tensor([row.get(k, math.nan) for row, _ in rows]) for row, _ in rows for k in row}
         reasons = [reason for _, reason in rows]
         value = table.pop("value").to(clips.frames.device)
-        gate = table["gate"].to(clips.frames.device)
-        raw = {k: v for k, v in table.items() if k not in ("gate", "before_gate")}
-        components = {"gate": gate, "before_gate": table["before_gate"].to(gate)}
+        unknown = torch.full((count,), math.nan)
+        components = {k: table.get(k, unknown).to(value) for k in self.parts}
+        raw = {k: v for k, v in table.items() if k not in ("gate", "before_gate", *self.parts)}
         return Scores(value, value.isfinite(), reasons, components, raw)
 
     def _one(self, clips: Clips, index: int) -> tuple[Part, str | None]:
@@ -82,6 +78,16 @@ class GeometricReward:
             return part, str(error)
         before = found.pop("value")
         return part | found | {"before_gate": before, "value": before * gate}, None
+
+    def ready(self, clips: Clips) -> None:
+        """Raise ValueError for clips that are too small, too short, or lack what is needed."""
+        check_needs(self, clips)
+        frames, _, height, width = clips.frames.shape[1:]
+        if min(height, width) < SMALLEST:
+            raise ValueError(f"{self.name}: frames are {height}x{width}; it needs {SMALLEST} pixels or more a side")
+        if frames < self.fewest:
+            raise ValueError(f"{self.name}: clips have {frames} frames; it needs {self.fewest} or more")
+        self.check(clips)
 
     def maps(self, clips: Clips) -> dict[str, Tensor]:
         """What was seen of the clips, to look at, by name: pictures [B, F, 3, H, W] in [0, 1], as large as what they

@@ -20,6 +20,7 @@ class Geometry:
     intrinsics: Tensor  # [3, 3] in pixels of depth (or of the frames, when there is no depth)
     confidence: Tensor | None = None  # [F, H, W] in [0, 1]; None = 1 wherever depth is known
     metric: bool = False  # whether depth and translation are in true units; otherwise known up to one factor
+    scene_flow: Tensor | None = None  # [F-1, H, W, 3] displacement in the world of the point seen, until the next frame
 
     def __post_init__(self) -> None:
         frames = len(self.w2c)
@@ -30,6 +31,9 @@ class Geometry:
             part = getattr(self, name)
             if part is not None and (part.ndim != 3 or len(part) != frames):
                 raise ValueError(f"{name} has shape {tuple(part.shape)}; expected [{frames}, H, W]")
+        moved = self.scene_flow
+        if moved is not None and (moved.ndim != 4 or len(moved) != frames - 1 or moved.shape[-1] != 3):
+            raise ValueError(f"scene_flow has shape {tuple(moved.shape)}; expected [{frames - 1}, H, W, 3]")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from rewards.inverse_dynamics import SCORES, SHIPPED, InverseDynamics, load
 from rewards.registry import REQUIRED, arguments, available, build, resolve
 
 FRAMES, CHUNKS = 13, (0, 4, 7, 10)
-# 32 x 32 pixels are too few for matches: test_geometry_scores.py; with networks of their own: test_preference_*.py
-GEOMETRIC = {"epipolar", "reprojection", "rerender", "camera_smoothness", "camera_following"}
+# test_geometry_scores.py and test_four_d.py: 32 x 32 pixels are too few; test_preference_*.py: networks of their own
+GEOMETRIC = {"epipolar", "reprojection", "rerender", "camera_smoothness", "camera_following", "four_d"}
 COMPLETE = [name for name in available() if REQUIRED not in arguments(resolve(name)).values()]
 VARIANTS = [(name, {}) for name in COMPLETE if name not in GEOMETRIC and not optional(name)]
 VARIANTS += [("inverse_dynamics", {"score": s, "granularity": g}) for s in SCORES for g in ("clip", "chunk")]

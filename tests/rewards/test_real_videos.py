@@ -75,7 +75,7 @@ def test_every_reward_gives_a_number_in_its_range_or_says_what_the_clip_lacks(na
         if found.valid[0]:
             assert low <= float(found.value) <= high
         else:
-            assert name in ("epipolar", "reprojection", "rerender", "camera_smoothness")
+            assert name in ("epipolar", "reprojection", "rerender", "camera_smoothness", "four_d")
             assert found.reasons[0] in ("content:no_parallax", "content:low_coverage", "content:few_matches")
 
 
