@@ -139,7 +139,7 @@ def train_geometry(windows: Windows, *, seed: int, steps: int, batch: int = 32, 
     bars = Console(stderr=True)
     for _ in track(range(steps), "training depth and motion", console=bars, disable=not progress):
         frames, depth, still, w2c = sample_batch(windows, batch, draw)
-        loss = sum(losses(net, disturb(frames, noise), depth, still, w2c))
+        loss = torch.stack(losses(net, disturb(frames, noise), depth, still, w2c)).sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -236,7 +236,7 @@ def measure(backend: Network, guess: Tensor, count: int, style: str) -> dict[str
                 "rotation_degrees_baseline": rotation_angle(step[1][:, :3, :3]).rad2deg().mean(),
                 "translation": (step[0] - step[1])[:, :3, 3].norm(dim=-1).mean(),
                 "translation_baseline": step[1][:, :3, 3].norm(dim=-1).mean(),
-                "moved_pixels": displaced(points, *step, beta=0.0).mean(),
+                "moved_pixels": displaced(points, step[0], step[1], beta=0.0).mean(),
                 "moved_pixels_baseline": displaced(points, rest, step[1], beta=0.0).mean(),
                 "last_rotation_degrees": rotation_angle(_from_first(found.w2c).mT @ _from_first(w2c)).rad2deg(),
                 "still_accuracy": ((found.confidence > 0) == still).float().mean(),
