@@ -15,6 +15,7 @@ from rewards.geometry.backends import triangulate
 from rewards.geometry.cameras import Geometry, diagonal, lift, pixel_centres, project
 from rewards.geometry.epipolar import eight_point, fundamental_of_poses, sampson
 from rewards.geometry.flow import LARGE, clip_flow
+from rewards.geometry.matching import match
 from rewards.geometry.reprojection import reprojection, rerender, salient_points
 from rewards.geometry.trajectory import following, smoothness
 
@@ -230,6 +231,23 @@ def test_flow_is_as_exact_on_large_frames_as_on_small_ones(size):
     found = clip_flow(known.frames)
     error = (there - xy - found.forward[0]).norm(dim=-1) / diagonal(size, size)
     assert float(error.median()) < 3.5e-4 and float(found.confidence.mean()) > 0.95
+
+
+def test_matches_are_nearest_both_ways_and_clearly(monkeypatch):
+    """Against every pair by itself, in blocks and not; some of the second are near to one of the first together."""
+    dice = torch.Generator().manual_seed(0)
+    second = torch.randint(0, 120, (60, 128), generator=dice)
+    first = torch.cat([second[:30] + torch.randint(0, 9, (30, 128), generator=dice), second[:5] + 3])
+    distance = torch.cdist(first.double(), second.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    near = distance.topk(2, largest=False)
+    expected = [(i, int(j)) for i, j in enumerate(near.indices[:, 0]) if near.values[i, 0] < 0.75 * near.values[i, 1]
+                and int(distance[:, j].argmin()) == i]  # fmt: skip
+    assert 25 <= len(expected) < len(first)
+    at = [torch.arange(float(len(x)))[:, None].expand(-1, 2) for x in (first, second)]
+    for block in (7, 1024):
+        monkeypatch.setattr("rewards.geometry.matching.BLOCK", block)
+        a, b = match((at[0], first.float().numpy()), (at[1], second.float().numpy()))
+        assert list(zip(a[:, 0].int().tolist(), b[:, 0].int().tolist())) == expected
 
 
 def test_malformed_geometry_is_refused():
