@@ -99,7 +99,8 @@ def observe(frames: Tensor, flow: Flow, camera: Tensor, rate: float, settings: S
         ]))  # fmt: skip
     if 2 * len(rows) < len(windows(len(flow.forward), rate, settings.window)):
         raise Unmeasurable("content:few_followed")
-    return Observed(*torch.stack(rows, 1).unbind(), features=appearance(frames))
+    parts: list[Tensor] = [*torch.stack(rows, 1), appearance(frames)]
+    return Observed(*parts)
 
 
 def windows(steps: int, rate: float, seconds: float) -> tuple[Tensor, ...]:
