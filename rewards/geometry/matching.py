@@ -44,7 +44,10 @@ def _nearest(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """For each descriptor of ``first`` [N, 128] the index of the nearest of ``second`` [M, 128], -1 where another is
     nearly as near; for each of ``second`` that of the nearest of ``first`` [M]. SIFT's are whole numbers whose products
     add up below 2^24, so that this is exact and needs no pair to be visited by itself, as OpenCV's matcher does."""
-    squares, forth, least, back = second.square().sum(1), [], [], []
+    squares = second.square().sum(1)
+    forth: list[Tensor] = []
+    least: list[Tensor] = []
+    back: list[Tensor] = []
     for rows in first.split(BLOCK):
         distance = rows.square().sum(1)[:, None] + squares - 2 * rows @ second.T
         found = distance.min(0)
