@@ -175,7 +175,6 @@ FAULTS = {  # name -> (what the server does, reason, tries with one retry)
     "the reward is slow": (fault(504, "slow", retry=True), "slow", 2),
     "an error of a strange type": (fault(500, "a b\nc"), "bad_answer", 1),
     "an error that is none": (http_answer(500, {"protocol": 1, "error": "x"}), "bad_answer", 1),
-    "busy for ever": (fault(503, "busy", retry=True, Retry_After=0), "busy", None),
     "busy for an hour": (fault(503, "busy", retry=True, Retry_After=3600), "busy", 2),
 }
 
@@ -193,7 +192,7 @@ def test_a_faulty_server_costs_the_clips_their_scores_and_nothing_else(name, scr
     assert time.monotonic() - began < 15, "a server that drips holds nobody for longer than the timeout"
     assert found.value.isnan().all() and not found.valid.any() and found.value.shape == (2,)
     assert list(found.reasons) == [f"system:{reason}"] * 2
-    assert server.asked == tries or tries is None and server.asked >= 2  # how often is in the test below
+    assert server.asked == tries
     assert len(caplog.messages) == 1 and "bright at http://" in caplog.text and f"system:{reason} for 2" in caplog.text
 
 
