@@ -1,8 +1,9 @@
 """What does search at test time buy, and what does it cost? Searches tiny's videos and measures them with other eyes.
 
-    python tools/bench_search.py [--prompts 32] [--verifiers actions geometry both] [--out search.json]
+    python tools/bench_search.py [--prompts 32] [--verifiers actions geometry both network] [--out search.json]
 
-Verifiers: the inverse-dynamics reward, re-rendering by the commanded camera, and their sum. Measured on whole videos
+Verifiers: the inverse-dynamics reward, re-rendering by the commanded camera, their sum, and re-projection by the
+shipped network, which knows neither the commands nor the true camera. Measured on whole videos
 against plain streaming of the same prompts: both of them, the held-out inverse-dynamics model, the distance between
 where the commands put points and where the flow finds them, and the world's own measures. Standard errors are over
 prompts.
@@ -39,6 +40,7 @@ from samplers.stream import draw_from
 FRAMES, SEED = 18, 77_000_005
 GEOMETRY = Rerender(Commanded(), motion_floor=0.0)
 REPROJECTION = Reprojection(Commanded(), motion_floor=0.0)
+NETWORK = Reprojection("network", reach=3, patch=2, references=6)  # as in configs/align/geometric_tiny.yaml
 ACTIONS, ACTIONS_HELD_OUT = (InverseDynamics(w, score="expected_accuracy") for w in ("idm", "idm_heldout"))
 
 
@@ -51,11 +53,12 @@ def actions_and_geometry(clips: Clips) -> Scores:
 
 REWARDS: dict[str, Reward] = {
     "actions": ACTIONS, "geometry": GEOMETRY, "both": FunctionReward(actions_and_geometry, "both", {}),
+    "network": NETWORK,
 }  # fmt: skip
 PLANS = [
     *(("actions", Plan(kind, n)) for kind in KINDS for n in (2, 8)),
     *(("geometry", Plan(kind, 8)) for kind in ("best", "greedy", "beam")),
-    *(("both", Plan(kind, 8)) for kind in ("best", "beam")),
+    *((name, Plan(kind, 8)) for name in ("both", "network") for kind in ("best", "beam")),
 ]
 
 
@@ -66,6 +69,7 @@ def measures(clips: Clips) -> dict[str, float]:
     found = {
         "actions": score(ACTIONS, clips).value,
         "actions_held_out": score(ACTIONS_HELD_OUT, clips).value,
+        "network": score(NETWORK, clips).value,
         "rerender_error": score(GEOMETRY, clips).raw["error"],
         "reprojection_error": 100 * score(REPROJECTION, clips).raw["error_diag"],
         **{k: f(clips.frames, list(clips.prompts), actions) for k, f in VERIFIERS.items()},
