@@ -55,8 +55,8 @@ class CalibrateConfig:
         limits |= {"gib": "(0, inf)", "clips": "[2, 100000]", "size": "[32, 1024]", "seed": "[0, 20000]"}
         check_ranges(self, limits)
         check_file(Path(self.out), suffixes=(".json",))
-        if "calibration" in self.args:
-            raise ConfigError("args.calibration is what this command makes; leave it out")
+        for key in {"calibration", "constants"} & self.args.keys():
+            raise ConfigError(f"args.{key} is what this command makes; leave it out")
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,14 @@ class Calibration:
             raise ValueError(f"sigma is {self.sigma:g} for an m_nat of {self.m_nat:g}; {passing}")
         if not 0 <= self.loose <= 1:
             raise ValueError(f"loose is {self.loose}; it is a share, from 0 to 1")
-        if {len(self.features), len(self.spread)} not in ({0}, {len(FEATURES)}) or any(s <= 0 for s in self.spread):
+        if {len(self.features), len(self.spread)} not in ({0}, {len(FEATURES)}) or not all(s > 0 for s in self.spread):
             raise ValueError(f"features and spread must be {len(FEATURES)} numbers each, the spread above 0")
+        if not all(math.isfinite(x) for x in (*self.features, *self.spread)):
+            raise ValueError("features or spread hold what is no finite number")
+        for name in ("short_side", "time_step", "m_range"):
+            low, high = getattr(self, name)
+            if not low <= high:
+                raise ValueError(f"{name} is {low} to {high}; the lower one comes first")
 
     @property
     def floor(self) -> float:
@@ -62,9 +68,9 @@ class Calibration:
 
     def check_reward(self, backend: str, settings: Settings) -> None:
         """ValueError unless it was made with this backend and these settings."""
-        told = {"backend": backend, **asdict(settings)}
-        for key, had in {"backend": self.backend, **self.settings}.items():
-            if (used := told.get(key)) != had:
+        made = {"backend": self.backend, **self.settings}
+        for key, used in {"backend": backend, **asdict(settings)}.items():
+            if (had := made.get(key)) != used:
                 raise ValueError(f"made with {key}={had}, used with {key}={used}; calibrate again, or use {had}")
 
     def check_clips(self, short_side: int, time_step: float) -> None:

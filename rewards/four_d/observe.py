@@ -79,7 +79,7 @@ def observe(frames: Tensor, flow: Flow, camera: Tensor, rate: float, settings: S
     error = terms.redrawn(frames, model, weight)
     moves, rows = torch.zeros_like(weight), []
     for steps in windows(len(flow.forward), rate, settings.window):
-        if float(weight[steps].mean()) < FEWEST:
+        if min(float(weight[steps].mean()), float(sure[steps].mean())) < FEWEST:
             continue
         pairs = steps[steps < len(change)]
         free = terms.moving(residual[steps], weight[steps], FREE * float((weight[steps] > 0).float().mean())) > 0

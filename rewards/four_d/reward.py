@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewards.claims import Claims
 from rewards.contract import Clips
 from rewards.four_d import terms
 from rewards.four_d.calibration import BY_HAND, UNCALIBRATED, Calibration, read
@@ -34,6 +35,11 @@ class FourD(BackendReward):
     formula = "recon * motion * anchor, motion = gate * smooth * rigid * steady of what moves by itself"
     needs = frozenset({"fps"})
     hacked_by = "an object that glides evenly for ever, whatever it is; the constants of other videos"
+    claims = Claims(
+        notices=("frozen", "half_frozen", "texture_free", "noisy", "jittered", "melted", "shuffled"),
+        withstands=("reversed", "mirrored"),
+        blind_to=("saturated", "blurred", "looped"),  # the first two are seen by the anchor alone
+    )
     cost = "about 1.5 s a clip of 16 frames at 96 x 96 on one CPU thread"
     fewest = 3
     parts = ("recon", "motion", "anchor", "gate", "smooth", "rigid", "steady")
@@ -74,6 +80,10 @@ class FourD(BackendReward):
         except ValueError as error:
             raise ValueError(f"four_d: calibration {path}: {error}") from None
         return found
+
+    def _one(self, clips: Clips, index: int) -> tuple[Part, str | None]:
+        part, reason = super()._one(clips, index)
+        return (part if reason is None else {"value": part["value"]}), reason  # its own gate and motion are unknown
 
     def check(self, clips: Clips) -> None:
         rates, frames = torch.as_tensor(clips.fps).expand(len(clips)).tolist(), clips.frames.shape[1]

@@ -65,7 +65,9 @@ class Classical:
         frames = clips.frames[index]
         height, width = frames.shape[2:]
         known = clips.cameras.intrinsics if isinstance(clips.cameras, Cameras) else None
-        k = in_pixels(known, height, width) if known is not None else pinhole(height, width, self.field_of_view)
+        k = pinhole(height, width, self.field_of_view)
+        if known is not None:
+            k = in_pixels(known.float().cpu(), height, width)
         middle = len(frames) // 2
         points = salient_points(flow.corners[middle], torch.ones(height, width, dtype=torch.bool))
         xy, sure = track(flow, points, middle)
@@ -173,9 +175,11 @@ BACKENDS = {"classical": "rewards.geometry.backends:Classical", "network": "rewa
 
 
 def backend(choice: str | Backend) -> Backend:
-    """The backend called ``choice`` (of BACKENDS, or module:attribute), or ``choice`` itself when it is one."""
-    if not isinstance(choice, str):
-        return choice
-    found = resolve(choice, BACKENDS, "geometry backend")
+    """The backend called ``choice`` (of BACKENDS, or module:attribute), or ``choice`` itself when it is one. ValueError
+    for anything else."""
+    found = resolve(choice, BACKENDS, "geometry backend") if isinstance(choice, str) else choice
     made: Backend = found() if isinstance(found, type) else found
+    if lacks := [part for part in ("name", "licence", "geometry") if not hasattr(made, part)]:
+        raise ValueError(f"geometry backend {choice!r} lacks {', '.join(lacks)}; choose {', '.join(BACKENDS)}, or "
+                         "module:attribute for your own")  # fmt: skip
     return made

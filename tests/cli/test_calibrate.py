@@ -68,3 +68,11 @@ def test_clips_that_cannot_be_measured_end_in_one_line_and_no_file(videos, capsy
     code, _, error = run(capsys, "base/short.mp4", "base/torn.mp4")
     assert code == 1 and error.count("\n") == 1 and "0 of 2 clips could be measured" in error and "2 frames" in error
     assert not (videos / "calibration.json").exists()
+
+
+@pytest.mark.parametrize("key", ["calibration", "constants"])
+def test_what_it_measures_is_not_given(key, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"calibration": "args.calibration=old.json", "constants": "args.constants.k=1"}[key]
+    code, _, said = run(capsys, "world", "clips=2", given)
+    assert code == 1 and f"args.{key} is what this command makes" in said and not list(tmp_path.iterdir())

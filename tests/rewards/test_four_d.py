@@ -173,6 +173,8 @@ def test_scene_flow_of_the_world_is_what_optical_flow_minus_rigid_flow_leaves():
     assert (seen > 1.3 * quiet).all()
     bare = [replace(g, scene_flow=None) for g in KNOWN]
     assert score(made(known=bare, motion="scene"), Clips(CLEAN, fps=FPS)).reasons == ["system:no_scene_flow"] * 3
+    blind = [replace(g, depth=torch.full_like(g.depth, torch.nan)) for g in KNOWN]  # no depth, so no speed in depths
+    assert score(made(known=blind, motion="scene"), Clips(CLEAN, fps=FPS)).reasons == ["content:few_followed"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +260,11 @@ def test_noise_and_flat_pictures_are_in_range_or_refused():
     got = score(build("four_d"), Clips(wild, fps=FPS))
     assert ((got.value >= 0) & (got.value <= 1) | got.value.isnan()).all()
     assert got.reasons[1] is not None and got.reasons[1].startswith("content:")
+    both = torch.stack([CLEAN[0], torch.full_like(CLEAN[0], 0.5)])
+    got = score(made(known=KNOWN[:2]), Clips(both, fps=FPS))
+    assert got.valid.tolist() == [True, False]
+    for name, part in got.components.items():  # nothing is known of what was not measured
+        assert part[1].isnan(), name
 
 
 # constants
@@ -296,12 +303,17 @@ def test_a_calibration_is_refused_where_it_does_not_belong(base, tmp_path):
         "k": ("x", ("k is x",)),
         "version": (0, ("version 0",)),
         "spread": ([1.0], ("numbers each",)),
+        "features": ([math.nan] * len(FEATURES), ("no finite number",)),
+        "m_range": ([0.2, 0.1], ("m_range is 0.2 to 0.1",)),
         "extra": (1, ("extra missing or unknown",)),
     }.items():
         value, said = words
         path = tmp_path / "wrong.json"
         path.write_text(json.dumps(json.loads(open(base).read()) | {change: value}))
         refused(lambda path=path: read(path), "wrong.json", *said)
+    told = json.loads(open(base).read()) | {"settings": {}}  # says nothing of how it was made
+    (tmp_path / "bare.json").write_text(json.dumps(told))
+    refused(lambda: made(calibration=tmp_path / "bare.json"), "bare.json", "motion=None", "motion=residual")
     refused(lambda: read(tmp_path / "gone.json"), "cannot be read", "arvideo rewards calibrate")
     (tmp_path / "torn.json").write_text('{"m_nat": ')
     refused(lambda: read(tmp_path / "torn.json"), "not JSON")

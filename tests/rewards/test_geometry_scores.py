@@ -153,10 +153,19 @@ def refused(call, *words):
         assert word in str(error.value), str(error.value)
 
 
+def test_intrinsics_may_be_of_any_precision():
+    """A camera file is often float64, while pixels are float32."""
+    unit = ROOMS[0].intrinsics / torch.tensor([SIZE, SIZE, 1.0])[:, None]
+    plain, fine = (Clips(CLEAN[:1], cameras=Cameras(CAMERAS.c2w[:1], k)) for k in (unit, unit.double()))
+    assert score(made("camera_following"), fine).value.tolist() == score(made("camera_following"), plain).value.tolist()
+
+
 def test_what_cannot_be_scored_is_refused_in_one_line(monkeypatch):
     refused(lambda: score(build("epipolar"), Clips(torch.rand(1, 4, 3, 16, 16))), "16x16", "32")
     refused(lambda: score(made("rerender"), Clips(CLEAN[:, :2])), "2 frames", "3")
     refused(lambda: build("reprojection", backend="classic"), "'classic'", "classical")
+    refused(lambda: build("reprojection", backend=3), "3", "lacks name, licence, geometry", "classical")
+    refused(lambda: build("four_d", backend="rewards.geometry.flow:grey"), "flow:grey", "lacks name", "network")
     refused(lambda: build("epipolar", tau=0), "tau is 0")
     refused(lambda: build("epipolar", motion_floor=-1), "motion_floor is -1")
     refused(lambda: build("rerender", frames=1), "frames is 1")
