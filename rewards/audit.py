@@ -71,7 +71,7 @@ def audit(reward: Reward, batches: Iterable[Clips], changes: Mapping[str, Change
           tell: Callable[[], None] = lambda: None) -> Audit:  # fmt: skip
     """Score every clip clean and in each of ``changes``, on ``device``; ``tell`` is called when one change of one batch
     is done. ValueError when the clips lack what the reward needs, or are none that it can score."""
-    claims = claims_of(reward, CHANGES)
+    claims = claims_of(reward, {**CHANGES, **changes})
     applied = {k: c for k, c in changes.items() if not c.of or c.of in reward.needs}
     values: dict[str, Values] = {"clean": [], **{k: [] for k in applied}}
     for clips in batches:

@@ -46,8 +46,15 @@ class Cameras:
     def __post_init__(self) -> None:
         if self.c2w.ndim != 4 or self.c2w.shape[2:] != (4, 4):
             raise ValueError(f"cameras has c2w {tuple(self.c2w.shape)}; expected [B, T, 4, 4], camera-to-world")
-        if self.intrinsics is not None and self.intrinsics.shape != (3, 3):
-            raise ValueError(f"cameras has intrinsics {tuple(self.intrinsics.shape)}; expected [3, 3]")
+        if not bool(self.c2w.isfinite().all()):
+            raise ValueError("cameras has a c2w with numbers that are not finite")
+        k = self.intrinsics
+        if k is None:
+            return
+        if k.shape != (3, 3):
+            raise ValueError(f"cameras has intrinsics {tuple(k.shape)}; expected [3, 3]")
+        if not bool((k.diagonal() > 0).all() & (k[:2, 2].abs() < 2).all()):  # in pixels the middle lies far beyond
+            raise ValueError(f"cameras has intrinsics {k.tolist()}; row 0 must be divided by W and row 1 by H")
 
 
 def in_pixels(intrinsics: Tensor, height: int, width: int) -> Tensor:

@@ -81,6 +81,10 @@ class Reprojection(BackendReward):
             cap,
         )
 
+    def check(self, clips: Clips) -> None:
+        if self.patch > (least := min(clips.frames.shape[-2:])):
+            raise ValueError(f"reprojection: patch is {self.patch}; frames are {least} pixels on the short side")
+
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
         geometry = self.geometry(clips, index, flow)
         parts = [gaps for _, gaps in self._followed(geometry, frames, flow)]

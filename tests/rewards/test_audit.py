@@ -1,13 +1,14 @@
 """The audit: its numbers against ones computed by hand, its verdicts on rewards that are known to be good or bad."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rewards import registry
-from rewards.adversarial import CHANGES
+from rewards.adversarial import CHANGES, Change
 from rewards.audit import Limits, audit, judge
 from rewards.claims import Claims, claims_of
 from rewards.contract import Clips, Scores
@@ -153,6 +154,14 @@ def test_a_motion_reward_is_fooled_by_noise_and_sees_frozen_clips():
     assert {f.change for f in result.failures} >= {"saturated"} and not result.untested
     assert "wrong_prompt" not in found and "wrong_actions" not in found, "it does not see them"
     assert all(f.pairs == N for f in result.findings)
+
+
+def test_a_change_of_ones_own_can_be_claimed():
+    slow = Change("every frame three times", lambda clips, seed: replace(clips, frames=clips.frames[:, [0, 0, 0, 3]]))
+    found = audit(reward(movement, claims=Claims(notices=("slow",))), CLIPS, {"slow": slow})
+    assert by_change(found)["slow"].claim == "notices" and not found.untested
+    with pytest.raises(ValueError, match="slow"):
+        audit(reward(movement, claims=Claims(notices=("slow",))), CLIPS)
 
 
 def test_the_prompt_is_swapped_for_rewards_that_read_it():
