@@ -17,7 +17,7 @@ from rewards.four_d.calibration import BY_HAND, UNCALIBRATED, Calibration, read
 from rewards.four_d.observe import Observed, Settings, camera_flow, observe, stride_of, windows
 from rewards.geometry.backends import Backend
 from rewards.geometry.base import BackendReward, Part, Unmeasurable
-from rewards.geometry.cameras import Geometry
+from rewards.geometry.cameras import Cameras, Geometry
 from rewards.geometry.flow import Flow, clip_flow
 
 PARTS = ("all", "recon", "motion", "anchor")
@@ -122,7 +122,8 @@ class FourD(BackendReward):
         few, rate = frames[::stride].contiguous(), fps / stride
         between = clip_flow(few) if stride > 1 else flow
         if getattr(self.backend, "short", False):
-            camera, scene = self._piecewise(clips, index, few, between, rate), None
+            own = _path(clips.cameras, index, slice(None, None, stride))
+            camera, scene = self._piecewise(few, between, rate, own), None
         else:
             found = self.geometry(clips, index, flow, depth=False)
             chosen = _every(found, stride)
@@ -133,7 +134,7 @@ class FourD(BackendReward):
             raise Unmeasurable("system:no_scene_flow")
         return observe(few, between, camera, rate, self.settings, scene)
 
-    def _piecewise(self, clips: Clips, index: int, frames: Tensor, flow: Flow, rate: float) -> Tensor:
+    def _piecewise(self, frames: Tensor, flow: Flow, rate: float, cameras: Any) -> Tensor:
         """The camera's flow [S, H, W, 2] from a backend that loses sight of long clips: window by window, NaN where it
         found nothing. Scales may differ from piece to piece, which a flow does not show."""
         pieces, reasons = [], []
@@ -141,7 +142,7 @@ class FourD(BackendReward):
             at, to = int(steps[0]), int(steps[-1]) + 1
             some = Flow(flow.forward[at:to], flow.backward[at:to], flow.confidence[at:to], flow.confidence_back[at:to],
                         flow.corners[at : to + 1])  # fmt: skip
-            piece = Clips(frames[None, at : to + 1], fps=rate, cameras=clips.cameras)
+            piece = Clips(frames[None, at : to + 1], fps=rate, cameras=_path(cameras, 0, slice(at, to + 1)))
             found = self.backend.geometry(piece, 0, some)
             if isinstance(found, str):
                 reasons.append(found)
@@ -173,6 +174,11 @@ class FourD(BackendReward):
                  "followed": seen.followed}  # fmt: skip
         averaged = {name: float(values.mean()) for name, values in means.items()}
         return {"value": value, **parts, **averaged, "outside_calibration": float(outside)}
+
+
+def _path(cameras: Any, index: int, frames: slice) -> Any:
+    """Target ``cameras`` of clip ``index`` alone, in some of its ``frames``; None of none."""
+    return replace(cameras, c2w=cameras.c2w[index, None, frames]) if isinstance(cameras, Cameras) else cameras
 
 
 def _every(found: Geometry, stride: int) -> Geometry:

@@ -19,7 +19,8 @@ Answer = Geometry | str  # a string is the reason why there is none: content:* o
 
 
 class Backend(Protocol):
-    """Gives the geometry of clips. An optional ``prepare()`` loads what is loaded late."""
+    """Gives the geometry of clips. An optional ``prepare()`` loads what is loaded late; an optional ``short = True``
+    asks for pieces of a clip, which may have other scales."""
 
     name: str
     licence: str

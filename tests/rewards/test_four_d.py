@@ -20,7 +20,7 @@ from rewards.four_d.calibration import UNCALIBRATED, calibrated, read
 from rewards.four_d.observe import FEATURES, appearance
 from rewards.four_d.reward import FourD
 from rewards.geometry.backends import GroundTruth
-from rewards.geometry.cameras import Geometry, diagonal, lift, pixel_centres, project
+from rewards.geometry.cameras import Cameras, Geometry, diagonal, lift, pixel_centres, project
 from rewards.registry import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:four_d is not calibrated")
@@ -223,6 +223,24 @@ def test_the_classical_backend_measures_clips_that_turn_out_of_view():
     assert got.valid.all() and (got.raw["m"] > 0.01).all()
     frozen = score(build("four_d"), Clips(freeze(CLEAN[0])[None], fps=FPS))
     assert frozen.value.tolist() == [0] and frozen.components["gate"].tolist() == [0]
+
+
+def test_a_backend_of_pieces_sees_the_cameras_of_the_clip_and_frames_that_it_is_given():
+    seen = []
+
+    class Pieces:
+        name, licence, short = "pieces", "none", True
+
+        def geometry(self, clips, index, flow):
+            seen.append((len(clips.frames[index]), clips.cameras.c2w[index, :, 0, 3].tolist()))
+            return "content:few_matches"
+
+    places = torch.eye(4).repeat(2, FRAMES, 1, 1)
+    places[..., 0, 3] = torch.arange(2 * FRAMES).view(2, FRAMES)
+    clips = Clips(CLEAN[:2], fps=2 * FPS, cameras=Cameras(places))  # every second frame is compared
+    assert score(made(Pieces()), clips).reasons == ["content:few_matches"] * 2
+    first = [float(i) for i in range(0, FRAMES, 2)]
+    assert seen == [(5, first), (5, [FRAMES + i for i in first])]
 
 
 def test_same_scores_again_alone_and_in_another_order_without_drawing_random_numbers(clean, base):
