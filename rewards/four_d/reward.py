@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -82,8 +83,13 @@ class FourD(BackendReward):
         return found
 
     def _one(self, clips: Clips, index: int) -> tuple[Part, str | None]:
-        part, reason = super()._one(clips, index)
-        return (part if reason is None else {"value": part["value"]}), reason  # its own gate and motion are unknown
+        if self.uncalibrated:
+            said = "constants are those of the embedded world; arvideo rewards calibrate measures yours"
+            warnings.warn(f"four_d is not calibrated: its {said}", stacklevel=2)
+        try:
+            return self.judge(self.observe(clips, index)), None
+        except Unmeasurable as error:
+            return {"value": math.nan}, str(error)
 
     def check(self, clips: Clips) -> None:
         rates, frames = torch.as_tensor(clips.fps).expand(len(clips)).tolist(), clips.frames.shape[1]
@@ -97,35 +103,29 @@ class FourD(BackendReward):
             except ValueError as error:
                 raise ValueError(f"four_d: the calibration was {error}") from None
 
-    def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
-        if self.uncalibrated:
-            said = "constants are those of the embedded world; arvideo rewards calibrate measures yours"
-            warnings.warn(f"four_d is not calibrated: its {said}", stacklevel=2)
-        return self.judge(self.observe(clips, index, frames, flow))
-
     def observed(self, clips: Clips) -> list[Observed | str]:
         """What is measured of each clip, or the reason why nothing is."""
         self.ready(clips)
         out: list[Observed | str] = []
-        for i, clip in enumerate(clips.frames):
-            frames = clip.detach().float().cpu()
+        for i in range(len(clips)):
             try:
-                out.append(self.observe(clips, i, frames, clip_flow(frames)))
+                out.append(self.observe(clips, i))
             except Unmeasurable as error:
                 out.append(str(error))
         return out
 
-    def observe(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Observed:
-        """What is measured of clip ``index``, whose ``frames`` have the ``flow``; Unmeasurable with a reason."""
+    def observe(self, clips: Clips, index: int) -> Observed:
+        """What is measured of clip ``index``; Unmeasurable with a reason."""
+        frames = clips.frames[index].detach().float().cpu()
         fps = float(torch.as_tensor(clips.fps).expand(len(clips))[index])
         stride = stride_of(fps, self.settings.step)
         few, rate = frames[::stride].contiguous(), fps / stride
-        between = clip_flow(few) if stride > 1 else flow
+        between = clip_flow(few)
         if getattr(self.backend, "short", False):
             own = _path(clips.cameras, index, slice(None, None, stride))
             camera, scene = self._piecewise(few, between, rate, own), None
         else:
-            found = self.geometry(clips, index, flow, depth=False)
+            found = self.geometry(clips, index, clip_flow(frames) if stride > 1 else between, depth=False)
             chosen = _every(found, stride)
             camera, scene = camera_flow(chosen, between, few), _velocity(chosen, rate)
         if self.settings.motion == "residual":

@@ -15,12 +15,13 @@ from arvideo_rl.world.render import render
 from arvideo_rl.world.rooms import room
 from rewards.contract import Clips, score
 from rewards.distortions import freeze, jitter, melt
-from rewards.four_d import terms
+from rewards.four_d import reward, terms
 from rewards.four_d.calibration import UNCALIBRATED, calibrated, read
 from rewards.four_d.observe import FEATURES, appearance
 from rewards.four_d.reward import FourD
 from rewards.geometry.backends import GroundTruth
 from rewards.geometry.cameras import Cameras, Geometry, diagonal, lift, pixel_centres, project
+from rewards.geometry.flow import clip_flow
 from rewards.registry import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:four_d is not calibrated")
@@ -225,8 +226,9 @@ def test_the_classical_backend_measures_clips_that_turn_out_of_view():
     assert frozen.value.tolist() == [0] and frozen.components["gate"].tolist() == [0]
 
 
-def test_a_backend_of_pieces_sees_the_cameras_of_the_clip_and_frames_that_it_is_given():
-    seen = []
+def test_a_backend_of_pieces_sees_the_cameras_of_the_clip_and_frames_that_it_is_given(monkeypatch):
+    seen, followed = [], []
+    monkeypatch.setattr(reward, "clip_flow", lambda frames: followed.append(len(frames)) or clip_flow(frames))
 
     class Pieces:
         name, licence, short = "pieces", "none", True
@@ -241,6 +243,7 @@ def test_a_backend_of_pieces_sees_the_cameras_of_the_clip_and_frames_that_it_is_
     assert score(made(Pieces()), clips).reasons == ["content:few_matches"] * 2
     first = [float(i) for i in range(0, FRAMES, 2)]
     assert seen == [(5, first), (5, [FRAMES + i for i in first])]
+    assert followed == [5, 5]  # the flow between the other frames is not needed
 
 
 def test_same_scores_again_alone_and_in_another_order_without_drawing_random_numbers(clean, base):
