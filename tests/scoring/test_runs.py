@@ -21,6 +21,7 @@ from arvideo_rl.cli.main import main
 from arvideo_rl.media import read_video, write_video
 from arvideo_rl.scoring import ScoreConfig, measure, score_videos
 from arvideo_rl.scoring import run as running
+from arvideo_rl.scoring.inputs import collect
 from arvideo_rl.scoring.settings import Named, prepare
 from arvideo_rl.scoring.tables import even
 from arvideo_rl.training.prompts import parse_actions
@@ -323,6 +324,27 @@ def test_a_manifest_is_never_written_over(clips, tmp_path, monkeypatch, keys):
     with pytest.raises(ValueError, match="is what is to be scored, and would be written over"):
         score_videos("m.jsonl", brightness, **keys)
     assert Path("m.jsonl").read_text() == before and Path("o.csv").read_text().startswith("path")
+
+
+def test_pictures_do_not_become_frames_of_a_clip(tmp_path):
+    write_video(tmp_path / "sheet.png", torch.rand(1, 3, 32, 32), 8)
+    (tmp_path / "clip").mkdir()
+    for i in range(2):
+        shutil.copy(tmp_path / "sheet.png", tmp_path / "clip" / f"{i}.png")
+    with pytest.raises(ValueError, match="maps=.*clip is a clip to be scored"):
+        score_videos(tmp_path / "clip", "sharpness", fps=8, maps=str(tmp_path / "clip"))
+    assert score_videos(tmp_path / "clip", "sharpness", fps=8, maps=str(tmp_path / "maps")).rows[0]["frames"] == 2
+
+
+def test_what_a_manifest_says_is_part_of_what_was_scored_and_nan_is_nothing(clips, tmp_path):
+    row = {"path": str(clips / "clip_0.gif"), "pair": "a", "loss": math.nan}
+    (tmp_path / "m.jsonl").write_text(json.dumps(row))
+    score_videos(tmp_path / "m.jsonl", brightness, out=str(tmp_path / "s.jsonl"))
+    found = json.loads((tmp_path / "s.jsonl").read_text(), parse_constant=pytest.fail)
+    assert found["value"] > 0 and found["loss"] is None
+    (before,) = collect([str(tmp_path / "m.jsonl")])
+    (tmp_path / "m.jsonl").write_text(json.dumps(row | {"pair": "b"}))
+    assert collect([str(tmp_path / "m.jsonl")])[0].key != before.key, "its partner is another"
 
 
 def test_globs_lists_and_a_file_named_twice(clips, monkeypatch):
