@@ -38,6 +38,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
     from arvideo_rl.training.launch import quiet
     from arvideo_rl.training.outcome import sentence, table
     from arvideo_rl.training.rundir import write_json
+    from rewards.remote.wire import plain
 
     quiet()
     config = load(evaluation.EvaluateConfig, None, items)
@@ -63,6 +64,6 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
             name = f"{key} (lower is better)" if key == "frechet" else key
             print(f"{name:<26} {r['value']:8.4f}" + (f" +- {r['se']:.4f}" if "se" in r else ""))
     if config.out:
-        write_json(Path(config.out), result)
+        write_json(Path(config.out), plain(result))
         print(f"wrote {config.out}")
     return 0

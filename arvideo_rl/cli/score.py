@@ -26,12 +26,14 @@ def help_text() -> str:
 Scores each video with one or more rewards. A manifest is a .csv or .jsonl with path and, if known, prompt, actions and
 fps; other columns are passed through to the rows. Else prompt and actions come from FILE.json beside a file (arvideo
 generate writes it) or from the command line. A file that cannot be scored gets a row with the reason; the exit code is
-1 when none could be. With out= a stopped command goes on where it was when given again. Examples:
+1 when none could be. With out= a stopped command goes on where it was when given again; a finished one begins anew and
+replaces its rows. Examples:
 
   arvideo score ball.mp4
   arvideo score videos/ args.score=accuracy out=scores.csv
   arvideo score clip.mp4 actions='forward*17'
   arvideo score videos/ reward=inverse_dynamics,naive_colour out=scores.jsonl
+  arvideo score videos/ reward=sharpness,epipolar maps=maps/
   arvideo score after/ compare=before/
   arvideo score samples.csv reward=epipolar pairs=pairs.jsonl pairing.gap=0.1
 

@@ -21,6 +21,7 @@ from typing import Any
 from arvideo_rl.config import ConfigError
 from arvideo_rl.decoding import VIDEOS, frame_rate, images_of, is_animated
 from arvideo_rl.training.prompts import list_actions
+from rewards.remote.wire import plain
 
 MANIFESTS = (".csv", ".jsonl")
 OWN = (
@@ -62,7 +63,7 @@ class Task:
             version = [seen.st_size, seen.st_mtime_ns]
         except OSError:
             version = []
-        told = [self.name, self.prompt, self.actions, self.fps, self.given, self.problem, self.against]
+        told = [self.name, self.pair, self.prompt, self.actions, self.fps, self.given, self.problem, self.against]
         return hashlib.sha256(json.dumps([told, version], default=str).encode()).hexdigest()[:20]
 
 
@@ -219,7 +220,7 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Any] | str]]:
 
 def _task_of_row(manifest: Path, where: str, row: dict[str, Any]) -> Task:
     """One row of a manifest; what is wrong with it becomes the task's problem."""
-    given = {k: v for k, v in row.items() if k not in OWN}
+    given = plain({k: v for k, v in row.items() if k not in OWN})  # Python writes NaN, which is no JSON
     named = row.get("path", row.get("file"))
     if not isinstance(named, str) or not named.strip() or "\0" in named:
         return Task(manifest, where, given=given, row=where, problem=("input:path", f"{where} names no path"))

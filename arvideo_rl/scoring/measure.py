@@ -113,10 +113,10 @@ def _draw(job: Job, name: str, frames: Tensor, clips: list[tuple[Task, Video]]) 
     try:
         with torch.no_grad():
             drawn = reward.maps(_clips(reward, frames, clips))  # type: ignore[attr-defined]
+        for kind, picture in drawn.items():
+            write_video(folder / f"{start}.{kind}.png", picture, 1, max(1, SMALL // frames.shape[-2]))
     except Exception as error:  # pictures are not worth the values
         return {"maps": f"none: {type(error).__name__}: {' '.join(str(error).split())}"}
-    for kind, picture in drawn.items():
-        write_video(folder / f"{start}.{kind}.png", picture, 1, max(1, SMALL // frames.shape[-2]))
     return {"maps": str(folder / f"{start}.*.png")}
 
 

@@ -69,7 +69,8 @@ def run(job: Job, tell: Callable[[int], None] = lambda clips: None) -> Result:
     rows: dict[str, list[Row]] = {}
     for row in journal.rows if journal else []:
         rows.setdefault(row["key"], []).append(row)
-    rows = {k: rows[k] for k in keys if k in rows}
+    rows = {k: rows[k][-len(job.rewards) :] for k in keys if k in rows}  # of those that were tried again the last
+    rows = {k: some for k, some in rows.items() if not any(r["reason"].startswith("system:") for r in some)}
     resumed = len(rows)
     tell(resumed)
     try:

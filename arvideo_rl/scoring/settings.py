@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -100,6 +101,8 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
     _check(rewards)
     if config.maps:
         check_names([t for t in tasks if not t.against], "maps")
+        if Path(config.maps).resolve() in {t.path.resolve() for t in tasks if os.path.isdir(t.path)}:
+            raise ConfigError(f"maps={config.maps} is a clip to be scored, and would get more frames; choose another")
     if config.maps and not any(hasattr(r, "maps") for r in rewards.values()):
         able = [n for n in registry.available() if hasattr(registry.resolve(n), "maps")]
         cannot = f"{' and '.join(rewards)} cannot draw pictures"

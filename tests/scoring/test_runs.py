@@ -1,6 +1,7 @@
 """How scoring runs: values depend on the clip alone, a stopped command goes on as if it had not been stopped, two sets
 are compared in pairs, and what cannot work is refused before anything is decoded."""
 
+import errno
 import json
 import math
 import os
@@ -18,8 +19,9 @@ import torch
 
 from arvideo_rl.cli.main import main
 from arvideo_rl.media import read_video, write_video
-from arvideo_rl.scoring import ScoreConfig, score_videos
+from arvideo_rl.scoring import ScoreConfig, measure, score_videos
 from arvideo_rl.scoring import run as running
+from arvideo_rl.scoring.inputs import collect
 from arvideo_rl.scoring.settings import Named, prepare
 from arvideo_rl.scoring.tables import even
 from arvideo_rl.training.prompts import parse_actions
@@ -201,6 +203,19 @@ def test_files_that_came_or_changed_in_between_are_scored_and_the_others_are_not
     assert found["clip_0.gif"] == 0 and found["new.gif"] == 1 and len(found) == 9
 
 
+def test_what_failed_by_no_fault_of_the_clip_is_tried_again_when_a_command_goes_on(clips, tmp_path, monkeypatch):
+    """A server that is down, memory that ran out: Ctrl-C, mend it, the same command."""
+    out = tmp_path / "s.jsonl"
+    leave_half(clips, out, monkeypatch, reward=Fussy(ConnectionError("down"), bad=lambda clip: True))
+    assert Path(f"{out}.partial").read_text().count("system:reward_failed") == 2
+    mended = Fussy()
+    leave_half(clips, out, monkeypatch, reward=mended)
+    assert mended.batches == [1, 1], "the two of the first batch, of two sizes"
+    result = score_videos(clips, Fussy(), out=str(out), batch=2)
+    assert result.resumed == 2 and numbers(result) == numbers(score_videos(clips, Fussy()))
+    assert len(out.read_text().splitlines()) == 8
+
+
 def test_two_commands_do_not_write_one_file(clips, tmp_path):
     from arvideo_rl.scoring.journal import Journal
 
@@ -254,7 +269,7 @@ def test_a_reward_s_pictures_are_written_one_a_clip(clips, tmp_path):
     assert not (tmp_path / "more").exists()
 
 
-def test_a_picture_that_cannot_be_drawn_costs_no_value_and_no_two_clips_share_one(tmp_path):
+def test_a_picture_that_cannot_be_drawn_costs_no_value_and_no_two_clips_share_one(tmp_path, monkeypatch):
     class Fails(Fussy):
         def maps(self, clips):
             if clips.frames.mean() > 0.5:
@@ -268,6 +283,13 @@ def test_a_picture_that_cannot_be_drawn_costs_no_value_and_no_two_clips_share_on
     assert all(r["value"] is not None for r in rows)
     assert [r["maps"] for r in rows if r["maps"].startswith("none")] == ["none: ZeroDivisionError: no light"]
     assert len(list((tmp_path / "maps").glob("*.png"))) == 5 and len({r["maps"] for r in rows}) == 6
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(measure, "write_video", no_space)
+    rows = score_videos(tmp_path / "clips", Fails(), maps=str(tmp_path / "full")).rows
+    assert all(r["value"] is not None for r in rows) and sum("No space left" in r["maps"] for r in rows) == 5
 
 
 def test_two_rewards_of_one_kind_draw_under_their_own_names(tmp_path):
@@ -302,6 +324,27 @@ def test_a_manifest_is_never_written_over(clips, tmp_path, monkeypatch, keys):
     with pytest.raises(ValueError, match="is what is to be scored, and would be written over"):
         score_videos("m.jsonl", brightness, **keys)
     assert Path("m.jsonl").read_text() == before and Path("o.csv").read_text().startswith("path")
+
+
+def test_pictures_do_not_become_frames_of_a_clip(tmp_path):
+    write_video(tmp_path / "sheet.png", torch.rand(1, 3, 32, 32), 8)
+    (tmp_path / "clip").mkdir()
+    for i in range(2):
+        shutil.copy(tmp_path / "sheet.png", tmp_path / "clip" / f"{i}.png")
+    with pytest.raises(ValueError, match="maps=.*clip is a clip to be scored"):
+        score_videos(tmp_path / "clip", "sharpness", fps=8, maps=str(tmp_path / "clip"))
+    assert score_videos(tmp_path / "clip", "sharpness", fps=8, maps=str(tmp_path / "maps")).rows[0]["frames"] == 2
+
+
+def test_what_a_manifest_says_is_part_of_what_was_scored_and_nan_is_nothing(clips, tmp_path):
+    row = {"path": str(clips / "clip_0.gif"), "pair": "a", "loss": math.nan}
+    (tmp_path / "m.jsonl").write_text(json.dumps(row))
+    score_videos(tmp_path / "m.jsonl", brightness, out=str(tmp_path / "s.jsonl"))
+    found = json.loads((tmp_path / "s.jsonl").read_text(), parse_constant=pytest.fail)
+    assert found["value"] > 0 and found["loss"] is None
+    (before,) = collect([str(tmp_path / "m.jsonl")])
+    (tmp_path / "m.jsonl").write_text(json.dumps(row | {"pair": "b"}))
+    assert collect([str(tmp_path / "m.jsonl")])[0].key != before.key, "its partner is another"
 
 
 def test_globs_lists_and_a_file_named_twice(clips, monkeypatch):
