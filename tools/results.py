@@ -38,13 +38,18 @@ def row(folder: Path) -> dict[str, Any]:
     trained = summary["trained"]
     return {
         "recipe": recipe, "objective": config["objective"]["target"],
-        "reward": " + ".join(f"{p['target']}" for p in config["rewards"].values() if p["weight"]),
+        "reward": " + ".join(_named(p) for p in config["rewards"].values() if p["weight"] and not p.get("held_out")),
         "seed": summary["seed"], "before": trained["before"], "after": trained["after"], "delta": trained["delta"],
         "se": trained["se"], "lost": [v["name"] for v in summary["verifiers"] if not v["ok"]],
         "verifiers": {v["name"]: [v["before"], v["delta"], v["se"]] for v in summary["verifiers"]},
         "iterations": summary["iterations"], "seconds": summary["seconds"],
         "command": " ".join(["arvideo align", f"align/{recipe}", *changed]),
     }  # fmt: skip
+
+
+def _named(part: dict[str, Any]) -> str:
+    """A trained reward by name; of a gate that it is one."""
+    return part["target"] + (" (gate)" if part.get("gate") is not None else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
