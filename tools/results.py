@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def row(folder: Path) -> dict[str, Any]:
         "se": trained["se"], "lost": [v["name"] for v in summary["verifiers"] if not v["ok"]],
         "verifiers": {v["name"]: [v["before"], v["delta"], v["se"]] for v in summary["verifiers"]},
         "iterations": summary["iterations"], "seconds": summary["seconds"],
-        "command": " ".join(["arvideo align", f"align/{recipe}", *changed]),
+        "command": shlex.join(["arvideo", "align", f"align/{recipe}", *changed]),
     }  # fmt: skip
 
 
