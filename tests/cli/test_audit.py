@@ -90,11 +90,11 @@ def desk(tmp_path, monkeypatch):
         size = (32, 32, 48)[i]
         write_video(tmp_path / "videos" / f"{i}.mp4", torch.nn.functional.interpolate(coarse, (size, size)), 8)
     (tmp_path / "videos" / "3.mp4").write_text("no video")
-    (tmp_path / "judges.py").write_text(JUDGES)
-    (tmp_path / "recipe.yaml").write_text("clips: 2\nframes: 4\nreward: 'judges:light'\nout: from_yaml.html\n")
+    (tmp_path / "critics.py").write_text(JUDGES)
+    (tmp_path / "recipe.yaml").write_text("clips: 2\nframes: 4\nreward: 'critics:light'\nout: from_yaml.html\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path), *__import__("sys").path])
-    monkeypatch.delitem(__import__("sys").modules, "judges", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "critics", raising=False)
     return tmp_path
 
 
@@ -149,28 +149,28 @@ def test_one_s_own_files_and_judge(desk, capsys, tmp_path):
     prompt = "<script>alert(1)</script>"
     code, out, err = said(
         capsys,
-        f"audit videos reward=judges:honest,judges:wrong prompt='{prompt}' out=own.html "
+        f"audit videos reward=critics:honest,critics:wrong prompt='{prompt}' out=own.html "
         "changes=[darkened,reversed,frozen,mirrored]",
     )
     assert code == 0 and not err
-    assert "left out: videos/3.mp4" in out and "judges:honest on 3 clips" in out
-    assert "judges:honest: passes its own claims (1 tested)" not in out and "judges:wrong: FAILS" in out
+    assert "left out: videos/3.mp4" in out and "critics:honest on 3 clips" in out
+    assert "critics:honest: passes its own claims (1 tested)" not in out and "critics:wrong: FAILS" in out
     page = Page((tmp_path / "own.html").read_text())
     assert prompt in page.text and "script" not in page.tags
     told = json.loads((tmp_path / "own.json").read_text())
     assert told["clips"] == ["videos/0.mp4", "videos/1.mp4", "videos/2.mp4"]
-    assert [r["reward"] for r in told["rewards"]] == ["judges:honest", "judges:wrong"]
+    assert [r["reward"] for r in told["rewards"]] == ["critics:honest", "critics:wrong"]
     said_of = {f["change"]: f for f in told["rewards"][0]["findings"]}
     assert said_of["darkened"]["verdict"] == "noticed" and said_of["reversed"]["passed"] is True
 
 
 def test_a_recipe_and_dry_run_and_every_kind_of_clips(desk, capsys, tmp_path):
     code, out, _ = said(capsys, "audit recipe.yaml --dry-run")
-    assert code == 0 and out == "would audit judges:light on 2 clips in 20 changes\n"
+    assert code == 0 and out == "would audit critics:light on 2 clips in 20 changes\n"
     assert not list(tmp_path.glob("from_yaml*"))
     assert said(capsys, "audit recipe.yaml changes=[darkened]")[0] == 0 and (tmp_path / "from_yaml.csv").is_file()
     for videos in ("rooms", "tiny"):
-        job = prepare(AuditConfig(videos=videos, clips=3, frames=4, batch=2, size=16, reward="judges:light"), [])
+        job = prepare(AuditConfig(videos=videos, clips=3, frames=4, batch=2, size=16, reward="critics:light"), [])
         assert [b.frames.shape[:2] for b in job.clips.batches] == [(2, 4), (1, 4)] and len(job.clips.names) == 3
     assert job.clips.batches[0].prompts and job.clips.batches[0].actions.shape == (2, 3)
     assert not torch.equal(job.clips.batches[0].frames[0], job.clips.batches[0].frames[1])
@@ -191,7 +191,7 @@ def test_the_mirrored_world_obeys_its_mirrored_actions(desk):
 
 
 def test_nothing_measured_is_said_and_fails(desk, capsys, tmp_path):
-    code, out, _ = said(capsys, SMALL + "reward=judges:lost shown=0 changes=[frozen]")
+    code, out, _ = said(capsys, SMALL + "reward=critics:lost shown=0 changes=[frozen]")
     assert code == 1 and "3 of 3 clean clips have no value: content:never" in out and "nothing could be measured" in out
     assert Page((tmp_path / "audit.html").read_text())
 
@@ -227,7 +227,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(desk, capsys, tmp_path
         ("audit videos=gone", 1, "no generator at 'gone'"),
         ("audit videos/0.mp4 videos=tiny", 1, "videos=tiny: files were given too"),
         ("audit gone", 1, "no file or folder at 'gone'"),
-        ("audit videos/3.mp4 reward=judges:light", 1, "no clip could be read; videos/3.mp4: "),
+        ("audit videos/3.mp4 reward=critics:light", 1, "no clip could be read; videos/3.mp4: "),
         (
             "audit videos/0.mp4",
             1,
@@ -236,12 +236,12 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(desk, capsys, tmp_path
         ("audit videos/0.mp4 reward=naive_colour", 1, "needs prompts, which videos/0.mp4 lacks; give prompt="),
         ("audit videos/0.mp4 reward=camera_following", 1, "needs cameras, which videos/0.mp4 lacks; files have none"),
         ("audit videos/0.mp4 actions=jump", 1, "turn left"),
-        ("audit reward=judges:chunks", 1, "gives a value for each chunk; an audit wants one a clip"),
-        ("audit reward=judges:odd", 1, "its claims are a tuple; use rewards.claims.Claims"),
+        ("audit reward=critics:chunks", 1, "gives a value for each chunk; an audit wants one a clip"),
+        ("audit reward=critics:odd", 1, "its claims are a tuple; use rewards.claims.Claims"),
         ("audit reward=inverse_dynamics,naive_colour args.score=accuracy", 1, "Write rewards.NAME.target="),
         ("audit size=16", 1, "reward 'inverse_dynamics': inverse_dynamics: frames are 16x16"),
         ("audit out=x.txt", 1, "e.g. out=x.html"),
-        ("audit out=judges.py/x.html", 1, "judges.py is not a folder"),
+        ("audit out=critics.py/x.html", 1, "critics.py is not a folder"),
         ("audit recipe.yaml recipe.yaml", 2, "audit takes one YAML file"),
     ],
 )
