@@ -18,7 +18,8 @@ def calibrate(name: str, words: list[str], items: list[str], dry: bool) -> None:
     config = load(measuring.CalibrateConfig, None, items)
     if dry:
         _, tasks = measuring.prepare(config, name, words)
-        what = f"{config.clips} clips of the world" if tasks is None else f"{len(tasks)} files"
+        made = f"{config.clips} clips of {config.generator or 'the world'}"
+        what = made if tasks is None else f"{len(tasks)} files"
         print(f"would measure {what} and write {config.out}")
         return
     command = shlex.join(["arvideo", "rewards", "calibrate", name, *words, *items])

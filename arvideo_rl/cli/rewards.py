@@ -38,7 +38,7 @@ arvideo rewards doctor [NAME]
 arvideo rewards train-idm [key=value ...]
 arvideo rewards train-text-video [key=value ...]
 arvideo rewards train-geometry [key=value ...]
-arvideo rewards calibrate NAME FILE|FOLDER|GLOB|MANIFEST ...|world [key=value ...]
+arvideo rewards calibrate NAME FILE|FOLDER|GLOB|MANIFEST ...|world|generator=NAME [key=value ...]
 
 list shows every reward: what it gives, what it needs, what it would download, its licence and formula. info shows all
 of one, also of your own (module:attribute): arguments, range, cost, what maximises it wrongly, its page, its weights
@@ -53,12 +53,14 @@ calibrate measures, on videos that are known to be good, the constants by which 
 evenly and how rigidly things move, and what pictures look like), and writes them with the files they came from, the
 command and the date. Give it 64 clips or more that the generator made before it is aligned, of the length, size and
 rate at which it will be judged; real= sets real videos beside them. world, instead of files, stands for clips of the
-embedded world. The reward takes the file as args.calibration, its other args unchanged; clips of another size or rate
-are refused:
+embedded world, generator=NAME for clips that a generator makes now, as an alignment run sees
+them. The reward takes the file as args.calibration, its other args unchanged; clips of another size or rate are
+refused:
 
   arvideo rewards calibrate four_d base/ out=calibration.json
   arvideo rewards calibrate four_d base/ real=camera/ short_side=448 out=calibration.json
   arvideo rewards calibrate four_d world clips=64 size=96 out=world.json
+  arvideo rewards calibrate four_d generator=tiny frames=12 args.backend=network out=tiny.json
   arvideo score new/ reward=four_d args.calibration=calibration.json
 
 keys of train-idm and defaults
@@ -88,7 +90,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         train_text_video(items, "--dry-run" in flags)
     elif words == ["train-geometry"]:
         train_geometry(items, "--dry-run" in flags)
-    elif words[:1] == ["calibrate"] and len(words) > 2:
+    elif words[:1] == ["calibrate"] and (len(words) > 2 or len(words) == 2 and any("generator=" in i for i in items)):
         from arvideo_rl.cli.calibrate import calibrate
 
         calibrate(words[1], words[2:], items, "--dry-run" in flags)

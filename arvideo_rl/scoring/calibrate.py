@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,9 @@ from arvideo_rl.decoding import Reading, VideoError, decode, images_of
 from arvideo_rl.outputs import check_file
 from arvideo_rl.progress import hidden
 from arvideo_rl.scoring.inputs import Task, collect
+from arvideo_rl.training.aligned import load_any
+from arvideo_rl.training.prompts import PromptConfig, training_prompts
+from arvideo_rl.training.rollout import clips_of, roll_out
 from arvideo_rl.world.render import render
 from arvideo_rl.world.scene import Scenes, sample_scenes
 from rewards import registry
@@ -27,6 +31,7 @@ from rewards.contract import Clips
 from rewards.four_d.calibration import FEWEST, Calibration, calibrated
 from rewards.four_d.observe import Observed, stride_of
 from rewards.four_d.reward import FourD
+from samplers.randomness import Key
 
 WORLD = 2_000_000_000  # first seed of the scenes that constants come from: neither trained on nor held out
 WORLD_FPS, WORLD_FRAMES = 8.0, 16
@@ -44,9 +49,11 @@ class CalibrateConfig:
     sample_fps: float | None = None  # pick frames at this even rate first
     short_side: int | None = None  # shrink to this many pixels first
     gib: float = 4.0  # most memory for the pixels of one clip
-    clips: int = 64  # world: how many
+    clips: int = 64  # world and generator: how many
     size: int = 96  # world: pixels a side
-    seed: int = 0  # world: other scenes
+    seed: int = 0  # world: other scenes; generator: other noise
+    generator: str = ""  # instead of files: what this generator makes of training prompts, before it is aligned
+    prompts: PromptConfig = field(default_factory=PromptConfig)  # generator: as a run's
 
     def check(self) -> None:
         """ConfigError for what cannot be."""
@@ -77,7 +84,9 @@ def prepare(config: CalibrateConfig, name: str, words: list[str]) -> tuple[FourD
     if not isinstance(reward, FourD):
         raise ConfigError(f"reward {name!r} has nothing to calibrate; four_d has")
     registry.prepare(reward)
-    tasks = None if words == ["world"] else collect(words, fps=config.fps)
+    if bool(words) == bool(config.generator):
+        raise ConfigError("give videos, world or generator=NAME to calibrate with: one of them")
+    tasks = None if words in ([], ["world"]) else collect(words, fps=config.fps)
     if config.real:
         collect([config.real], fps=config.fps)
     return reward, tasks
@@ -100,8 +109,13 @@ def run(config: CalibrateConfig, name: str, words: list[str], command: str) -> t
 def measure(reward: FourD, config: CalibrateConfig, tasks: list[Task] | None) -> Measured:
     """Measure every clip; ConfigError when fewer than two can be."""
     clips = list(range(config.clips)) if tasks is None else tasks
-    out = Measured([], [], [], Counter(), {"world": _world(config)} if tasks is None else {"files": []})
-    each = _rendered(config) if tasks is None else _decoded(config, tasks, out)
+    out = Measured([], [], [], Counter(), {})
+    if tasks is not None:
+        each = _decoded(config, tasks, out.source.setdefault("files", []))
+    elif config.generator:
+        each = _generated(config, out.source)
+    else:
+        out.source["world"], each = _world(config), _rendered(config)
     for frames, fps in track(each, "measuring", total=len(clips), disable=hidden(), transient=True):
         if isinstance(frames, str):
             out.bad[frames] += 1
@@ -145,8 +159,25 @@ def moving_scenes(count: int, frames: int, seed: int = 0) -> Scenes:
     return sample_scenes(chosen[:count], frames)
 
 
-def _decoded(config: CalibrateConfig, tasks: list[Task], out: Measured) -> Iterator[tuple[Tensor | str, float]]:
-    """Frames [F, 3, H, W] and rate of each file, or the reason why there are none; files are noted in ``out``."""
+def _generated(config: CalibrateConfig, source: dict[str, Any]) -> Iterator[tuple[Tensor | str, float]]:
+    """Clips of a generator, as a run of ``config.prompts`` would see them; which one and how is noted in ``source``."""
+    generator, model, loaded = load_any(config.generator)
+    chunk = generator.streaming.chunk
+    frames = math.ceil((config.frames or generator.streaming.trained_frames) / chunk) * chunk
+    prompts = training_prompts(config.prompts, frames)
+    prompts = prompts.take([i % len(prompts) for i in range(config.clips)])
+    source["generator"] = {
+        "generator": config.generator, "loaded": loaded, "clips": config.clips, "frames": frames, "seed": config.seed,
+        "prompts": asdict(config.prompts),
+    }  # fmt: skip
+    for i in range(config.clips):
+        one = prompts.take([i])
+        record = roll_out(generator, model, one, [Key(config.seed, 0, i)], frames, torch.zeros(1, dtype=torch.int64))
+        yield clips_of(generator, record, one).frames[0], generator.streaming.fps
+
+
+def _decoded(config: CalibrateConfig, tasks: list[Task], files: list[dict]) -> Iterator[tuple[Tensor | str, float]]:
+    """Frames [F, 3, H, W] and rate of each file, or the reason why there are none; files are noted in ``files``."""
     for task in tasks:
         how = Reading(fps=task.fps, frames=config.frames, sample_fps=config.sample_fps, short_side=config.short_side,
                       most=int(config.gib * 2**30 / 4))  # fmt: skip
@@ -155,10 +186,10 @@ def _decoded(config: CalibrateConfig, tasks: list[Task], out: Measured) -> Itera
                 raise VideoError(task.path, *task.problem)
             video = decode(task.path, how)
         except VideoError as error:
-            out.source["files"].append({"name": task.name, "reason": error.kind})
+            files.append({"name": task.name, "reason": error.kind})
             yield error.kind, 0.0
             continue
-        out.source["files"].append({"name": task.name, "sha256": _fingerprint(task.path)})
+        files.append({"name": task.name, "sha256": _fingerprint(task.path)})
         yield torch.from_numpy(video.frames).permute(0, 3, 1, 2).float() / 255, video.fps
 
 

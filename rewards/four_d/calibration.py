@@ -92,14 +92,15 @@ class Calibration:
 BY_HAND = ("m_nat", "sigma", "k", "tau", "loose")
 # of the embedded world at 96 x 96, to begin with
 UNCALIBRATED = Calibration(m_nat=0.07, sigma=0.035, k=0.37, tau=0.18, loose=0.05)
+SHIPPED = {"four_d_tiny": Path(__file__).parents[1] / "weights" / "four_d_tiny.json"}  # of the tiny generator's clips
 
 
 def read(path: str | Path) -> Calibration:
-    """The calibration in ``path``; ValueError in one line for anything else."""
+    """The calibration in ``path``, a file or one of SHIPPED; ValueError in one line for anything else."""
     try:
-        data = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
+        data = json.loads(SHIPPED.get(str(path), Path(path)).read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        how = "arvideo rewards calibrate makes one"
+        how = f"arvideo rewards calibrate makes one; shipped: {', '.join(SHIPPED)}"
         raise ValueError(f"calibration {path}: cannot be read ({error.strerror}); {how}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"calibration {path}: is not JSON ({' '.join(str(error).split())})") from None
