@@ -192,8 +192,9 @@ def backend(choice: Choice) -> Backend:
             raise ValueError(
                 f"geometry backend has {', '.join(choice) or 'nothing'}; give it target, and args if needed"
             )
-        choice, args = choice["target"], choice.get("args") or {}
-    found = resolve(choice, BACKENDS, "geometry backend") if isinstance(choice, str) else choice
+        args = choice.get("args") or {}
+        choice = choice["target"]
+    found: Any = resolve(choice, BACKENDS, "geometry backend") if isinstance(choice, str) else choice
     if isinstance(found, type):
         check_arguments(str(choice), inspect.signature(found), args, "geometry backend")
         found = found(**args)

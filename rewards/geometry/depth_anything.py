@@ -29,7 +29,7 @@ class DepthAnything3(Pretrained):
 
     kind, module = "depth_anything_3", "depth_anything_3"
     install = "pip install 'arvideo-rl[geometry]' && pip install --no-deps depth-anything-3"  # it pins numpy<2
-    known, files = HUB, FILES
+    known, reads = HUB, FILES
 
     def __init__(self, weights: str | Path = "depth-anything/DA3-BASE", size: int = 504):
         super().__init__(weights, size)

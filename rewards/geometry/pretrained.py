@@ -36,14 +36,14 @@ class Pretrained:
 
     kind, module, install = "pretrained", "", ""  # short name; what is imported, and the command that installs it
     known: Mapping[str, tuple[str, tuple[str, ...]]] = {}  # name on the hub -> licence, files that are read
-    files: tuple[str, ...] = ()  # that are read of any other name on the hub
+    reads: tuple[str, ...] = ()  # files of any other name on the hub
     optional = True  # what it needs is fetched by those who want it
 
     def __init__(self, weights: str | Path, size: int):
         if int(size) != size or size < 2 * PATCH or size % PATCH:
             raise ValueError(f"geometry {self.kind}: size is {size}; it is a multiple of {PATCH}, e.g. 504")
         self.weights, self.size = weights, int(size)
-        self.licence, wanted = self.known.get(str(weights), (UNSTATED, self.files))
+        self.licence, wanted = self.known.get(str(weights), (UNSTATED, self.reads))
         self.name = f"{self.kind} {Path(str(weights)).name}"  # calibrations of other weights are not for these
         self.modules = {self.module: self.install}
         self.hub = {} if Path(str(weights)).expanduser().exists() else {str(weights): wanted}
@@ -53,9 +53,9 @@ class Pretrained:
         self.network  # noqa: B018
 
     @cached_property
-    def network(self) -> nn.Module:
+    def network(self) -> Any:
         """The network, frozen."""
-        wanted = self.hub.get(str(self.weights), self.files)
+        wanted = self.hub.get(str(self.weights), self.reads)
         try:
             with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):  # first weights are drawn
                 made = self.load(of.located(f"geometry {self.kind}", self.weights, wanted, fetch=False))

@@ -32,7 +32,7 @@ class VGGT(Pretrained):
 
     kind, module = "vggt", "vggt"
     install = "pip install 'arvideo-rl[geometry]' && pip install --no-deps git+https://github.com/facebookresearch/vggt"
-    known, files = HUB, ("model.safetensors",)
+    known, reads = HUB, ("model.safetensors",)
 
     def __init__(self, weights: str | Path = "facebook/VGGT-1B", size: int = 518):
         super().__init__(weights, size)
@@ -41,7 +41,7 @@ class VGGT(Pretrained):
         from vggt.models.vggt import VGGT as Network
 
         file = of.one_of("geometry vggt", path, ("model.safetensors", "vggt_1B_commercial.pt", "model.pt"))
-        network = of.fit("geometry vggt", Network(), of.read("geometry vggt", file), file)
+        network: Any = of.fit("geometry vggt", Network(), of.read("geometry vggt", file), file)
         network.point_head = network.track_head = None  # not asked for
         return network
 
