@@ -82,14 +82,10 @@ def lacking(target: str, read: bool = True) -> list[tuple[str, str]]:
     except ValueError as error:
         return [(str(error), "pip install --force-reinstall arvideo-rl")]
     home = found if isinstance(found, type) or inspect.isroutine(found) else type(found)
-    modules, files, hub = (getattr(home, kind, {}) for kind in ("modules", "files", "hub"))
-    out = [(f"Python module {m}", how) for m, how in modules.items() if importlib.util.find_spec(m) is None]
-    out += [(f"weights {path}", how) for path, how in files.items() if not path.is_file()]
-    for repo, names in hub.items():
-        if not all(cached(repo, name) for name in names):
-            out.append((f"weights {repo}", command(repo, names)))
+    out = _absent(home)
     if out or not read or required(target):
         return out
+    files, hub = getattr(home, "files", {}), getattr(home, "hub", {})
     choices = [{}] if hub else [{"weights": str(path)} for path in files] or [{}]  # beside a hub, files are parts
     for args in choices:
         try:
@@ -100,6 +96,15 @@ def lacking(target: str, read: bool = True) -> list[tuple[str, str]]:
     return out
 
 
+def _absent(home: Any) -> list[tuple[str, str]]:
+    """Which modules and weights that a reward or a backend declares are not here; nothing is read."""
+    modules, files, hub = (getattr(home, kind, {}) for kind in ("modules", "files", "hub"))
+    out = [(f"Python module {m}", how) for m, how in modules.items() if importlib.util.find_spec(m) is None]
+    out += [(f"weights {path}", how) for path, how in files.items() if not path.is_file()]
+    missing = [repo for repo, names in hub.items() if not all(cached(repo, name) for name in names)]
+    return out + [(f"weights {repo}", command(repo, hub[repo])) for repo in missing]
+
+
 def _again(hub: Mapping[str, Sequence[str]]) -> str:
     """The command that replaces what is broken."""
     fetched = " && ".join(f"{command(repo, names)} --force-download" for repo, names in hub.items())
@@ -107,8 +112,10 @@ def _again(hub: Mapping[str, Sequence[str]]) -> str:
 
 
 def backend_lacks(name: str) -> list[tuple[str, str]]:
-    """What the geometry backend ``name`` lacks to run, as :func:`lacking`."""
+    """What the geometry backend ``name`` lacks to run, as :func:`lacking`; weights of an optional one are not read."""
     made = backends.backend(name)
+    if getattr(made, "optional", False):
+        return _absent(made)
     try:
         registry.prepare(made)
     except ValueError as error:

@@ -145,8 +145,10 @@ def resolve(target: str, known: Mapping[str, str] = REWARDS, kind: str = "reward
     return getattr(home, attribute)
 
 
-def check_arguments(target: str, signature: inspect.Signature, args: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that ``signature`` does not take, or one it requires and ``args`` lacks."""
+def check_arguments(target: str, signature: inspect.Signature, args: Mapping[str, Any],
+                    kind: str = "reward") -> None:  # fmt: skip
+    """Raise ValueError for an argument that ``signature`` does not take, or one it requires and ``args`` lacks.
+    ``kind`` says in messages what it is."""
     parameters = signature.parameters
     named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in named]
@@ -154,10 +156,10 @@ def check_arguments(target: str, signature: inspect.Signature, args: Mapping[str
         for name in args:
             if name not in names:
                 hint = f"{_nearest(name, names)}; it takes: {', '.join(names) or 'none'}"
-                raise ValueError(f"reward {target!r} has no argument {name!r}{hint}")
+                raise ValueError(f"{kind} {target!r} has no argument {name!r}{hint}")
     missing = [p.name for p in named if p.default is p.empty and p.name not in args]
     if missing:
-        raise ValueError(f"reward {target!r} requires {', '.join(missing)}; add to its args")
+        raise ValueError(f"{kind} {target!r} requires {', '.join(missing)}; add to its args")
 
 
 def _nearest(name: str, known: Any) -> str:

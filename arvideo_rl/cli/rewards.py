@@ -173,7 +173,7 @@ def doctor(name: str = "") -> int:
     """What each shipped reward lacks, or the reward ``name``; 1 when one that is asked for or should run cannot."""
     from rewards import registry
     from rewards.describe import backend_lacks, declared, lacking, optional, required
-    from rewards.geometry.backends import BACKENDS
+    from rewards.geometry.backends import BACKENDS, backend
 
     if name and name not in registry.available():
         raise UsageError(f"there is no shipped reward {name!r}: {', '.join(registry.available())}")
@@ -191,9 +191,9 @@ def doctor(name: str = "") -> int:
         for what, command in found:
             print(f"  {what}: {command}")
     for one in BACKENDS if not name else ():
-        found = backend_lacks(one)
-        bad += bool(found)
-        print(f"{f'geometry {one}':<18} " + ("CANNOT RUN" if found else "ready"))
+        found, spare = backend_lacks(one), getattr(backend(one), "optional", False)
+        bad += bool(found) and not spare
+        print(f"{f'geometry {one}':<18} " + (("not here (optional)" if spare else "CANNOT RUN") if found else "ready"))
         for what, command in found:
             print(f"  {what}: {command}")
     if not name:

@@ -16,7 +16,7 @@ from rewards.contract import Clips
 from rewards.four_d import terms
 from rewards.four_d.calibration import BY_HAND, UNCALIBRATED, Calibration, read
 from rewards.four_d.observe import Observed, Settings, camera_flow, observe, stride_of, windows
-from rewards.geometry.backends import Backend
+from rewards.geometry.backends import Choice
 from rewards.geometry.base import BackendReward, Part, Unmeasurable
 from rewards.geometry.cameras import Cameras, Geometry
 from rewards.geometry.flow import Flow, clip_flow
@@ -45,7 +45,7 @@ class FourD(BackendReward):
     fewest = 3
     parts = ("recon", "motion", "anchor", "gate", "smooth", "rigid", "steady")
 
-    def __init__(self, backend: str | Backend = "classical", part: str = "all", calibration: str = "",
+    def __init__(self, backend: Choice = "classical", part: str = "all", calibration: str = "",
                  motion: str = "residual", step: float = 0.125, window: float = 0.5, share: float = 0.05,
                  eulerian: bool = False, steady: bool = True,
                  constants: Mapping[str, float] | None = None):  # fmt: skip
@@ -183,10 +183,9 @@ def _path(cameras: Any, index: int, frames: slice) -> Any:
 
 def _every(found: Geometry, stride: int) -> Geometry:
     """The geometry of every ``stride``-th frame; scene flow is carried on at its speed."""
-    frames = len(found.w2c[::stride])
-    moved = None if found.scene_flow is None else (found.scene_flow[::stride] * stride)[: frames - 1]
-    depth = None if found.depth is None else found.depth[::stride]
-    return Geometry(depth, found.w2c[::stride], found.intrinsics, metric=found.metric, scene_flow=moved)
+    chosen = found.at(slice(None, None, stride))
+    moved = None if found.scene_flow is None else (found.scene_flow[::stride] * stride)[: len(chosen.w2c) - 1]
+    return replace(chosen, scene_flow=moved)
 
 
 def _velocity(found: Geometry, rate: float) -> Tensor | None:

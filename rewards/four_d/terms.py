@@ -19,19 +19,19 @@ def rigid_flow(geometry: Geometry, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
     Where depth is unknown (the sky, a camera that only turns) a point counts as far. NaN behind the next camera.
     """
-    depth, k = geometry.depth, geometry.intrinsics
+    depth, k = geometry.depth, geometry.lenses[:, None]
     if depth is None:
         raise ValueError("rigid_flow needs depth; give NaN where it is unknown")
     grid = pixel_centres(*depth.shape[1:])
     relative = geometry.w2c[1:] @ torch.linalg.inv(geometry.w2c[:-1])
-    turned = torch.einsum("sij,hwj->shwi", relative[:, :3, :3], rays(grid, k))
+    turned = torch.einsum("sij,shwj->shwi", relative[:, :3, :3], rays(grid, k[:-1]))
     inverse = (1 / depth[:-1]).nan_to_num(nan=0.0, posinf=0.0) * (depth[:-1] > NEAR)
     moved = turned + scale * inverse[..., None] * relative[:, None, None, :3, 3]
-    return _pixels(moved, k) - grid, _pixels(turned, k) - grid
+    return _pixels(moved, k[1:]) - grid, _pixels(turned, k[1:]) - grid
 
 
 def _pixels(points: Tensor, k: Tensor) -> Tensor:
-    seen = points @ k.T
+    seen = points @ k.mT
     return torch.where(points[..., 2:] > NEAR, seen[..., :2] / seen[..., 2:], torch.nan)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from rewards.geometry.cameras import Cameras, Geometry, diagonal, in_pixels, pin
 from rewards.geometry.flow import Flow, agreement, grey, opencv, pair_flow, track
 from rewards.geometry.matching import robust
 from rewards.geometry.reprojection import salient_points
-from rewards.registry import resolve
+from rewards.registry import check_arguments, resolve
 
 Answer = Geometry | str  # a string is the reason why there is none: content:* or system:*
 
 
 class Backend(Protocol):
     """Gives the geometry of clips. An optional ``prepare()`` loads what is loaded late; an optional ``short = True``
-    asks for pieces of a clip, which may have other scales."""
+    asks for pieces of a clip, which may have other scales. What it needs it may declare as a reward does: ``modules``,
+    ``files``, ``hub``, ``optional`` (rewards/describe.py)."""
 
     name: str
     licence: str
@@ -172,14 +174,33 @@ def _turn(first: Tensor, second: Tensor) -> Tensor:
     return rotation.float()
 
 
-BACKENDS = {"classical": "rewards.geometry.backends:Classical", "network": "rewards.geometry.network:Network"}
+BACKENDS = {
+    "classical": "rewards.geometry.backends:Classical",
+    "network": "rewards.geometry.network:Network",
+    "depth_anything_3": "rewards.geometry.depth_anything:DepthAnything3",
+    "vggt": "rewards.geometry.vggt:VGGT",
+}
+Choice = str | Mapping[str, Any] | Backend
 
 
-def backend(choice: str | Backend) -> Backend:
-    """The backend called ``choice`` (of BACKENDS, or module:attribute), or ``choice`` itself when it is one. ValueError
-    for anything else."""
-    found = resolve(choice, BACKENDS, "geometry backend") if isinstance(choice, str) else choice
-    made: Backend = found() if isinstance(found, type) else found
+def backend(choice: Choice) -> Backend:
+    """The backend called ``choice`` (of BACKENDS, or module:attribute), that of ``{"target": name, "args": {...}}``, or
+    ``choice`` itself when it is one. ValueError for anything else."""
+    args: Mapping[str, Any] = {}
+    if isinstance(choice, Mapping):
+        if "target" not in choice or choice.keys() - {"target", "args"}:
+            raise ValueError(
+                f"geometry backend has {', '.join(choice) or 'nothing'}; give it target, and args if needed"
+            )
+        args = choice.get("args") or {}
+        choice = choice["target"]
+    found: Any = resolve(choice, BACKENDS, "geometry backend") if isinstance(choice, str) else choice
+    if isinstance(found, type):
+        check_arguments(str(choice), inspect.signature(found), args, "geometry backend")
+        found = found(**args)
+    elif args:
+        raise ValueError(f"geometry backend {choice!r} is built already and takes no args; got {', '.join(args)}")
+    made: Backend = found
     if lacks := [part for part in ("name", "licence", "geometry") if not hasattr(made, part)]:
         raise ValueError(f"geometry backend {choice!r} lacks {', '.join(lacks)}; choose {', '.join(BACKENDS)}, or "
                          "module:attribute for your own")  # fmt: skip

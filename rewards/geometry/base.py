@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rewards.contract import Clips, Scores, check_needs
 from rewards.geometry import pictures
-from rewards.geometry.backends import Backend, backend
+from rewards.geometry.backends import Choice, backend
 from rewards.geometry.cameras import Geometry
 from rewards.geometry.flow import Flow, clip_flow, motion, opencv
 
@@ -122,11 +122,12 @@ class BackendReward(GeometricReward):
 
     fewest = 3
 
-    def __init__(self, backend_choice: str | Backend, motion_floor: float):
+    def __init__(self, backend_choice: Choice, motion_floor: float):
         super().__init__(motion_floor)
         self.backend = backend(backend_choice)
         self.licence = f"the package's own; {self.backend.name}: {self.backend.licence}"
         self.files = getattr(self.backend, "files", {})
+        self.hub = getattr(self.backend, "hub", {})
 
     def prepare(self) -> None:
         super().prepare()

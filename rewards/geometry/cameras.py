@@ -17,16 +17,16 @@ class Geometry:
 
     depth: Tensor | None  # [F, H, W], NaN where unknown; None when nothing could be triangulated
     w2c: Tensor  # [F, 4, 4]
-    intrinsics: Tensor  # [3, 3] in pixels of depth (or of the frames, when there is no depth)
+    intrinsics: Tensor  # [3, 3], or [F, 3, 3] one a frame, in pixels of depth (of the frames when there is no depth)
     confidence: Tensor | None = None  # [F, H, W] in [0, 1]; None = 1 wherever depth is known
     metric: bool = False  # whether depth and translation are in true units; otherwise known up to one factor
     scene_flow: Tensor | None = None  # [F-1, H, W, 3] displacement in the world of the point seen, until the next frame
 
     def __post_init__(self) -> None:
         frames = len(self.w2c)
-        if self.w2c.shape != (frames, 4, 4) or self.intrinsics.shape != (3, 3):
+        if self.w2c.shape != (frames, 4, 4) or self.intrinsics.shape not in ((3, 3), (frames, 3, 3)):
             seen = f"w2c {tuple(self.w2c.shape)}, intrinsics {tuple(self.intrinsics.shape)}"
-            raise ValueError(f"geometry has {seen}; expected [F, 4, 4] and [3, 3]")
+            raise ValueError(f"geometry has {seen}; expected [F, 4, 4] and [3, 3] or [F, 3, 3]")
         for name in ("depth", "confidence"):
             part = getattr(self, name)
             if part is not None and (part.ndim != 3 or len(part) != frames):
@@ -34,6 +34,16 @@ class Geometry:
         moved = self.scene_flow
         if moved is not None and (moved.ndim != 4 or len(moved) != frames - 1 or moved.shape[-1] != 3):
             raise ValueError(f"scene_flow has shape {tuple(moved.shape)}; expected [{frames - 1}, H, W, 3]")
+
+    @property
+    def lenses(self) -> Tensor:
+        """Intrinsics of every frame [F, 3, 3]."""
+        return self.intrinsics.expand(len(self.w2c), 3, 3)
+
+    def at(self, frames: Tensor | slice) -> Geometry:
+        """That of some ``frames``, without the scene flow, which leads to the next one."""
+        depth, sure = (None if part is None else part[frames] for part in (self.depth, self.confidence))
+        return Geometry(depth, self.w2c[frames], self.lenses[frames], sure, self.metric)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def pixel_centres(height: int, width: int) -> Tensor:
 def rays(xy: Tensor, intrinsics: Tensor) -> Tensor:
     """Camera-axes directions [..., 3] with unit z of the pixels ``xy`` [..., 2]."""
     ones = torch.ones_like(xy[..., :1])
-    return torch.cat([xy, ones], -1) @ torch.linalg.inv(intrinsics).T
+    return torch.cat([xy, ones], -1) @ torch.linalg.inv(intrinsics).mT
 
 
 def lift(xy: Tensor, depth: Tensor, w2c: Tensor, intrinsics: Tensor) -> Tensor:

@@ -36,12 +36,12 @@ def reprojection(points: Tensor, source: int, tracks: Tensor, confidence: Tensor
     height, width = geometry.depth.shape[1:]
     v, u = points[:, 1].long(), points[:, 0].long()
     depth = geometry.depth[source, v, u]
-    world = lift(points, depth, geometry.w2c[source], geometry.intrinsics)
+    world = lift(points, depth, geometry.w2c[source], geometry.lenses[source])
     out = torch.full(tracks.shape[:2], torch.nan)
     for j in range(tracks.shape[1]):
         if j == source:
             continue
-        expected, _ = project(world, geometry.w2c[j], geometry.intrinsics)
+        expected, _ = project(world, geometry.w2c[j], geometry.lenses[j])
         compare = inside(expected, height, width) & inside(tracks[:, j], height, width) & (depth > NEAR)
         compare &= (confidence[:, j] >= SEEN) & (confidence[:, source] >= SEEN)
         distance = (expected - tracks[:, j]).norm(dim=-1) / diagonal(height, width)
@@ -62,13 +62,14 @@ def redraw(frames: Tensor, geometry: Geometry, *, least: float = 0.1) -> Tensor:
     known = geometry.depth > NEAR
     if geometry.confidence is not None:
         known = known & (geometry.confidence >= least)
-    world = [lift(grid[k], d[k], w, geometry.intrinsics) for k, d, w in zip(known, geometry.depth, geometry.w2c)]
+    every = zip(known, geometry.depth, geometry.w2c, geometry.lenses)
+    world = [lift(grid[seen], depth[seen], w2c, k) for seen, depth, w2c, k in every]
     out = torch.full((count, height * width, 3), torch.nan)
     for j in range(count):
         others = [i for i in range(count) if i != j]
         if not others:
             continue
-        xy, z = project(torch.cat([world[i] for i in others]), geometry.w2c[j], geometry.intrinsics)
+        xy, z = project(torch.cat([world[i] for i in others]), geometry.w2c[j], geometry.lenses[j])
         colour = torch.cat([colours[i][known[i]] for i in others])
         seen = inside(xy, height, width)
         xy, z, colour = xy[seen].long(), z[seen], colour[seen]

@@ -10,7 +10,7 @@ from torch import Tensor
 from rewards.claims import Claims
 from rewards.contract import Clips
 from rewards.geometry import pictures
-from rewards.geometry.backends import Backend
+from rewards.geometry.backends import Choice
 from rewards.geometry.base import BackendReward, GeometricReward, Part, Unmeasurable, at_least, positive, spread
 from rewards.geometry.cameras import NEAR, Cameras, Geometry
 from rewards.geometry.flow import Flow, grey, track
@@ -70,7 +70,7 @@ class Reprojection(BackendReward):
         blind_to=("shuffled", "looped"),
     )
 
-    def __init__(self, backend: str | Backend = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
+    def __init__(self, backend: Choice = "classical", references: int = 4, tau: float = 0.01, cap: float = 0.05,
                  motion_floor: float = 0.001, reach: int | None = None, patch: int = 4):  # fmt: skip
         super().__init__(backend, motion_floor)
         self.reach = None if reach is None else at_least(self.name, "reach", reach, 1)
@@ -139,7 +139,7 @@ class Rerender(BackendReward):
         blind_to=("darkened", "blurred", "resized", "shuffled", "looped"),
     )
 
-    def __init__(self, backend: str | Backend = "classical", frames: int = 6, tau: float = 0.05,
+    def __init__(self, backend: Choice = "classical", frames: int = 6, tau: float = 0.05,
                  motion_floor: float = 0.001):  # fmt: skip
         super().__init__(backend, motion_floor)
         self.frames, self.tau = at_least(self.name, "frames", frames, 2), positive(self.name, tau)
@@ -155,9 +155,7 @@ class Rerender(BackendReward):
     def _chosen(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> tuple[Tensor, Geometry]:
         """The sampled frames and their geometry."""
         found, at = self.geometry(clips, index, flow), spread(len(frames), self.frames)
-        assert found.depth is not None
-        sure = None if found.confidence is None else found.confidence[at]
-        return frames[at], Geometry(found.depth[at], found.w2c[at], found.intrinsics, sure)
+        return frames[at], found.at(at)
 
     def draw(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> dict[str, Tensor]:
         """``redrawn``: each sampled frame over what the others' points make of it; ``error``: their difference."""
@@ -180,7 +178,7 @@ class CameraSmoothness(BackendReward):
         withstands=UNHARMED,
     )
 
-    def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.001):
+    def __init__(self, backend: Choice = "classical", motion_floor: float = 0.001):
         super().__init__(backend, motion_floor)
 
     def measure(self, clips: Clips, index: int, frames: Tensor, flow: Flow) -> Part:
@@ -202,7 +200,7 @@ class CameraFollowing(BackendReward):
         withstands=("darkened", "flickering", "resized", "mirrored"),
     )
 
-    def __init__(self, backend: str | Backend = "classical", motion_floor: float = 0.0):
+    def __init__(self, backend: Choice = "classical", motion_floor: float = 0.0):
         super().__init__(backend, motion_floor)
 
     def check(self, clips: Clips) -> None:

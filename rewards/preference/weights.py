@@ -16,9 +16,10 @@ from torch import Tensor, nn
 SHOWN = 3  # keys named in a message
 
 
-def located(reward: str, weights: str | Path, files: Sequence[str]) -> Path:
+def located(reward: str, weights: str | Path, files: Sequence[str], fetch: bool = True) -> Path:
     """The file or folder ``weights`` if there is one, else the local copy of the hub repository of that name, fetching
-    ``files`` (names or patterns) where they are not here. ValueError when they cannot be had."""
+    ``files`` (names or patterns) where they are not here, unless ``fetch`` is off. ValueError when they cannot be
+    had."""
     path = Path(weights).expanduser()
     if path.exists():
         return path
@@ -28,7 +29,9 @@ def located(reward: str, weights: str | Path, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        if not fetch and not all(cached(name, file) for file in files):
+            raise FileNotFoundError("nothing is fetched unasked")
+        return Path(snapshot_download(name, allow_patterns=list(files), local_files_only=not fetch))
     except Exception as error:  # of the hub, the network, the disk
         said = " ".join(str(error).split()).partition(". ")[0]
         raise ValueError(f"{reward}: the weights {name} are not here ({said[:160]}); "

@@ -189,7 +189,7 @@ def test_doctor_and_rewards_list():
     )
     listed = arvideo("rewards", "list").stdout
     assert "inverse_dynamics" in listed and "licence" in listed and "Apache" in listed
-    assert "geometry backends: classical, network" in listed
+    assert "geometry backends: classical, network, depth_anything_3, vggt" in listed
 
 
 def test_rewards_info_and_doctor_say_what_a_reward_is_and_lacks(capsys, monkeypatch):
@@ -200,9 +200,9 @@ def test_rewards_info_and_doctor_say_what_a_reward_is_and_lacks(capsys, monkeypa
         assert line in said.stdout, line
     assert "url=(required)" in in_process(capsys, "rewards", "info", "remote").stdout
     fine = in_process(capsys, "rewards", "doctor")
-    spare = fine.stdout.count("not here (optional)")  # what has weights to fetch; two backends and serving come on top
-    assert fine.returncode == 0 and fine.stdout.count("ready") == len(available()) - spare + 3
-    assert "geometry network   ready" in fine.stdout
+    spare = fine.stdout.count("not here (optional)")  # what has weights to fetch; four backends and serving come on top
+    assert fine.returncode == 0 and fine.stdout.count("ready") == len(available()) - spare + 5
+    assert "geometry network   ready" in fine.stdout and "geometry vggt      not here (optional)" in fine.stdout
     monkeypatch.setattr("rewards.geometry.base.GeometricReward.modules", {"cv9": "pip install cv9"})
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     bad = in_process(capsys, "rewards", "doctor")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rewards import inverse_dynamics, registry
-from rewards.describe import declared, describe, lacking, optional, required
+from rewards.describe import backend_lacks, declared, describe, lacking, optional, required
 
 ROOT = Path(__file__).parents[2]
 SAYS = ("formula", "licence", "hacked_by", "cost")
@@ -71,6 +71,20 @@ def test_a_reward_lacks_each_of_its_parts_until_all_are_here(hub, monkeypatch, t
     assert lacking("video_reward", read=False) == []
     ((what, how),) = lacking("video_reward")
     assert "model_config.json" in what and "--force-download" in how
+
+
+def test_a_published_backend_lacks_its_package_and_its_weights_until_they_are_here(hub, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    module, weights = backend_lacks("depth_anything_3")
+    assert module[0] == "Python module depth_anything_3" and "--no-deps depth-anything-3" in module[1]
+    fetch = "hf download depth-anything/DA3-BASE config.json model.safetensors"
+    assert weights == ("weights depth-anything/DA3-BASE", fetch)
+    path = "depth-anything/DA3-BASE/model.safetensors"
+    assert describe("rerender", backend="depth_anything_3")["files"][path] is None
+    hub("depth-anything/DA3-BASE", {"config.json": b"{}", "model.safetensors": b"1234"})
+    assert backend_lacks("depth_anything_3") == [module]
+    assert describe("rerender", backend="depth_anything_3")["files"][path] == 4
+    assert [what for what, _ in backend_lacks("vggt")] == ["Python module vggt", "weights facebook/VGGT-1B"]
 
 
 def test_a_description_follows_the_arguments():
