@@ -1,4 +1,4 @@
-"""The command line as a user runs it: a subprocess, right and wrong arguments, files that open."""
+"""The command line as a user runs it: right and wrong arguments, exit codes, files that open."""
 
 import json
 import os
@@ -129,15 +129,16 @@ def test_mistakes_end_in_one_line_and_the_right_code(args, code, says, tmp_path,
     assert len(done.stderr.strip().splitlines()) <= 1
 
 
-def test_generate_then_score(tmp_path):
-    made = arvideo(
+def test_generate_then_score(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = in_process(
+        capsys,
         "generate",
         "prompt=a red ball rolls left",
         "actions=turn left*3, forward*3",
         "frames=7",
         "out=a.mp4",
         "scale=2",
-        cwd=tmp_path,
     )
     assert made.returncode == 0, made.stderr
     pixels, fps = read_video(tmp_path / "a.mp4")
@@ -145,7 +146,7 @@ def test_generate_then_score(tmp_path):
     beside = json.loads((tmp_path / "a.mp4.json").read_text())
     assert beside["prompt"] == "a red ball rolls left" and beside["actions"] == [2, 2, 2, 4, 4, 4]
 
-    scored = arvideo("score", "a.mp4", "out=s.csv", cwd=tmp_path)
+    scored = in_process(capsys, "score", "a.mp4", "out=s.csv")
     assert scored.returncode == 0, scored.stderr
     header, row = (tmp_path / "s.csv").read_text().splitlines()
     assert header.startswith("file,value,log_likelihood")
@@ -154,32 +155,35 @@ def test_generate_then_score(tmp_path):
     assert float(row.split(",")[1]) == pytest.approx(expected, abs=1e-5)
 
     (tmp_path / "bad.mp4").write_text("no video")
-    both = arvideo("score", ".", cwd=tmp_path)
+    both = in_process(capsys, "score", ".")
     assert both.returncode == 0 and "1 of 2 files" in both.stdout
-    assert arvideo("score", "bad.mp4", cwd=tmp_path).returncode == 1, "nothing could be scored"
+    alone = arvideo("score", "bad.mp4", cwd=tmp_path)  # the code reaches the shell
+    assert alone.returncode == 1, "nothing could be scored"
 
 
-def test_generate_is_repeatable_and_a_switch_changes_only_what_follows(tmp_path):
+def test_generate_is_repeatable_and_a_switch_changes_only_what_follows(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     base = ("generate", "prompt=a red ball rests", "frames=12", "scale=1", "seed=3")
     for name, more in (("a.gif", ()), ("b.gif", ()), ("c.gif", ("switch=6: a blue cube rests",))):
-        done = arvideo(*base, f"out={name}", *more, cwd=tmp_path)
+        done = in_process(capsys, *base, f"out={name}", *more)
         assert done.returncode == 0, done.stderr
     a, b, c = (read_video(tmp_path / n)[0] for n in ("a.gif", "b.gif", "c.gif"))
     assert (a == b).all()
     assert (a[:6] - c[:6]).abs().mean() < 0.02 < (a[6:] - c[6:]).abs().max()
 
 
-def test_prompts_file_to_folder(tmp_path):
+def test_prompts_file_to_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text(
         '{"prompt": "a red ball rests"}\n{"prompt": "a blue cube rests", "actions": ["back"]}\n'
     )
-    done = arvideo("generate", "prompts=p.jsonl", "out=v", "format=png", "frames=3", "scale=1", cwd=tmp_path)
+    done = in_process(capsys, "generate", "prompts=p.jsonl", "out=v", "format=png", "frames=3", "scale=1")
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "v").glob("*.png")) == ["0000.png", "0001.png"]
 
 
-def test_doctor_and_rewards_list():
-    done = arvideo("doctor")
+def test_doctor_and_rewards_list(capsys):
+    done = in_process(capsys, "doctor")
     assert done.returncode == 0, done.stdout
     assert (
         "attention native: torch" in done.stdout
@@ -187,7 +191,7 @@ def test_doctor_and_rewards_list():
         and "generator tiny" in done.stdout
         and "ffmpeg" in done.stdout
     )
-    listed = arvideo("rewards", "list").stdout
+    listed = in_process(capsys, "rewards", "list").stdout
     assert "inverse_dynamics" in listed and "licence" in listed and "Apache" in listed
     assert "geometry backends: classical, network, depth_anything_3, vggt" in listed
 
@@ -234,18 +238,20 @@ def test_serve_rewards_serves_until_it_is_stopped(capsys):
     assert child.returncode == 0 and rest == "stopped\n"
 
 
-def test_align_evaluate_and_generate_from_the_run(tmp_path):
-    done = arvideo("align", "align/debug_tiny", "name=r", f"out={tmp_path}", cwd=tmp_path)
+def test_align_evaluate_and_generate_from_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    align = ("align", "align/debug_tiny", "name=r", f"out={tmp_path}", "probe.every=0", "alarm=off")
+    done = in_process(capsys, *align)
     assert done.returncode == 0, done.stderr
     assert "held-out comparison" in done.stdout and (tmp_path / "r" / "summary.json").is_file()
-    again = arvideo("align", "align/debug_tiny", "name=r", f"out={tmp_path}", cwd=tmp_path)
+    again = in_process(capsys, *align)
     assert again.returncode == 0 and "finished after 2 iterations" in again.stdout and "iterations=" in again.stdout
-    made = arvideo(
-        "generate", "prompt=a red ball rests", f"generator={tmp_path / 'r'}", "frames=3", "out=x.png", cwd=tmp_path
+    made = in_process(
+        capsys, "generate", "prompt=a red ball rests", f"generator={tmp_path / 'r'}", "frames=3", "out=x.png"
     )
     assert made.returncode == 0 and "aligned by" in made.stdout, made.stderr
     sizes = ("held_out.prompts=6", "held_out.noises=1", "held_out.frames=12")
-    compared = arvideo("evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "out=e.json", *sizes, cwd=tmp_path)
+    compared = in_process(capsys, "evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "out=e.json", *sizes)
     assert compared.returncode == 0, compared.stderr
     assert "verifiers" in json.loads((tmp_path / "e.json").read_text())
 
