@@ -13,7 +13,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from arvideo_rl.config import ConfigError
+from arvideo_rl.config import ConfigError, load
 from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.record import context_gap, walk
 from arvideo_rl.training import rundir
@@ -22,7 +22,7 @@ from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.launch import _finished, align
 from arvideo_rl.training.prompts import held_out_prompts, own_prompts
 from arvideo_rl.training.rollout import roll_out
-from arvideo_rl.training.settings import check, held_out_of, lag_keep
+from arvideo_rl.training.settings import AlignConfig, check, held_out_of, lag_keep
 
 ROOT = Path(__file__).parents[2]
 

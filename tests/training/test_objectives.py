@@ -20,6 +20,7 @@ from arvideo_rl.generators.streaming import Streaming
 from arvideo_rl.training.align import Run, asked_for
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.distill import DistillConfig, Network, build
+from arvideo_rl.training.launch import align
 from arvideo_rl.training.settings import OBJECTIVES, AlignConfig, Method, Part, build_objective
 
 ROOT = Path(__file__).resolve().parents[2]
