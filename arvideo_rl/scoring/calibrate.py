@@ -161,13 +161,13 @@ def moving_scenes(count: int, frames: int, seed: int = 0) -> Scenes:
 
 def _generated(config: CalibrateConfig, source: dict[str, Any]) -> Iterator[tuple[Tensor | str, float]]:
     """Clips of a generator, as a run of ``config.prompts`` would see them; which one and how is noted in ``source``."""
-    generator, model, loaded = load_any(config.generator)
+    generator, model, _ = load_any(config.generator)
     chunk = generator.streaming.chunk
     frames = math.ceil((config.frames or generator.streaming.trained_frames) / chunk) * chunk
     prompts = training_prompts(config.prompts, frames)
     prompts = prompts.take([i % len(prompts) for i in range(config.clips)])
     source["generator"] = {
-        "generator": config.generator, "loaded": loaded, "clips": config.clips, "frames": frames, "seed": config.seed,
+        "generator": config.generator, "clips": config.clips, "frames": frames, "seed": config.seed,
         "prompts": asdict(config.prompts),
     }  # fmt: skip
     for i in range(config.clips):

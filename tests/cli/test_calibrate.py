@@ -76,3 +76,25 @@ def test_what_it_measures_is_not_given(key, capsys, tmp_path, monkeypatch):
     given = {"calibration": "args.calibration=old.json", "constants": "args.constants.k=1"}[key]
     code, _, said = run(capsys, "world", "clips=2", given)
     assert code == 1 and f"args.{key} is what this command makes" in said and not list(tmp_path.iterdir())
+
+
+def test_constants_of_a_generator_s_own_clips(videos, capsys):
+    words = ("generator=tiny", "clips=3", "frames=5", "args.backend=network")
+    assert run(capsys, *words, "--dry-run")[1] == "would measure 3 clips of tiny and write calibration.json\n"
+    found = []
+    for more in (("out=a.json",), ("out=b.json",), ("out=c.json", "seed=1")):
+        assert run(capsys, *words, *more)[0] == 0
+        found.append(read(more[0].removeprefix("out=")))
+    assert found[0].m_nat == found[1].m_nat != found[2].m_nat
+    made = found[0].source["generator"]
+    assert (
+        made["generator"] == "tiny" and made["frames"] == 6 and made["prompts"]["style"] == "joystick"
+    )  # whole chunks
+    assert found[0].short_side == (32, 32) and found[0].backend == "network"
+    code, _, said = run(capsys, "world", "generator=tiny")
+    assert code == 1 and "one of them" in said
+
+
+def test_the_shipped_calibration_is_of_the_tiny_generator():
+    found = read("four_d_tiny")
+    assert found.source["generator"]["generator"] == "tiny" and found.source["measured"] == 256 and found.features
