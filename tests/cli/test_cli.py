@@ -240,7 +240,7 @@ def test_serve_rewards_serves_until_it_is_stopped(capsys):
 
 def test_align_evaluate_and_generate_from_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    align = ("align", "align/debug_tiny", "name=r", f"out={tmp_path}", "probe.every=0", "alarm=off")
+    align = ("align", "align/debug_tiny", "name=r", f"out={tmp_path}")
     done = in_process(capsys, *align)
     assert done.returncode == 0, done.stderr
     assert "held-out comparison" in done.stdout and (tmp_path / "r" / "summary.json").is_file()
