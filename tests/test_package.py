@@ -35,8 +35,8 @@ def test_every_folder_of_code_is_a_package_that_is_shipped():
     assert all((p.parent / "__init__.py").is_file() for p in FILES)
 
 
-# huggingface_hub: diffusers cannot be without it. The others cannot be asked for (one pins numpy<2, one is on no index);
-# a geometry backend that lacks its package says how to install it.
+# huggingface_hub: diffusers cannot be without it. The others cannot be asked for (one pins numpy<2, one is on no
+# index); a geometry backend that lacks its package says how to install it.
 UNDECLARED = {"huggingface_hub", "depth_anything_3", "vggt"}
 
 
