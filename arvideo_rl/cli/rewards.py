@@ -14,7 +14,7 @@ from arvideo_rl.config import load
 MEMORY_KEYS = "batch, smooth, joystick or scenes"
 WAYS = (
     "list, info NAME [args.KEY=VALUE], doctor [NAME], train-idm, train-text-video or train-geometry [key=value ...], "
-    "or calibrate NAME VIDEOS [key=value ...]"
+    "or calibrate NAME VIDEOS|world|generator=NAME [key=value ...]"
 )
 
 
@@ -90,7 +90,7 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         train_text_video(items, "--dry-run" in flags)
     elif words == ["train-geometry"]:
         train_geometry(items, "--dry-run" in flags)
-    elif words[:1] == ["calibrate"] and (len(words) > 2 or len(words) == 2 and any("generator=" in i for i in items)):
+    elif words[:1] == ["calibrate"] and len(words) + any(i.startswith("generator=") for i in items) > 2:
         from arvideo_rl.cli.calibrate import calibrate
 
         calibrate(words[1], words[2:], items, "--dry-run" in flags)

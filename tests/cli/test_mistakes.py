@@ -108,7 +108,7 @@ MISTAKES = [  # (command line, exit code, what the line says)
     ("rewards info remote args.url=http://127.0.0.1:1 args.reward=x args.retries=0", 1, "is it running?"),
     ("rewards doctor now", 2, "no shipped reward 'now'"),
     ("rewards doctor epipolar now", 2, "list, info NAME"),
-    ("rewards calibrate four_d", 2, "calibrate NAME VIDEOS"),
+    ("rewards calibrate four_d", 2, "calibrate NAME VIDEOS|world|generator=NAME"),
     ("rewards calibrate four_b world", 1, "did you mean 'four_d'?"),
     ("rewards calibrate epipolar world", 1, "nothing to calibrate; four_d has"),
     ("rewards calibrate four_d gone", 1, "no file or folder at 'gone'"),
