@@ -2,7 +2,8 @@
 # Usage: bash tools/test.sh [pytest arguments]
 #
 # Makes the environment (once), then runs ruff, mypy and pytest, and stops at the first that finds something. No network
-# is used after the environment is made. Slow tests are left out; choose them with -m slow:
+# is used after the environment is made. Without arguments the tests are shared out, file by file, among as many processes
+# as there are cores, four at most. Slow tests are left out; choose them with -m slow:
 #   bash tools/test.sh tests/test_media.py -k gif
 #   bash tools/test.sh -m slow
 # The environment is .venv in the checkout, or the folder that ARVIDEO_VENV names.
@@ -22,4 +23,8 @@ step() {
 }
 step ruff check --output-format concise .
 step mypy arvideo_rl rewards samplers
+if [ $# -eq 0 ]; then
+  export OMP_NUM_THREADS=1 # a process, a core
+  set -- -n logical --maxprocesses 4 --dist loadfile
+fi
 step python -m pytest "$@"

@@ -84,12 +84,8 @@ def run(words: list[str], items: list[str], flags: set[str]) -> int:
         show_info(words[1], load(InfoConfig, None, items).args)
     elif words[:1] == ["doctor"] and len(words) <= 2 and not items:
         return doctor(*words[1:])
-    elif words == ["train-idm"]:
-        train_idm(items, "--dry-run" in flags)
-    elif words == ["train-text-video"]:
-        train_text_video(items, "--dry-run" in flags)
-    elif words == ["train-geometry"]:
-        train_geometry(items, "--dry-run" in flags)
+    elif len(words) == 1 and words[0] in ("train-idm", "train-text-video", "train-geometry"):
+        train(words[0].removeprefix("train-"), items, "--dry-run" in flags)
     elif words[:1] == ["calibrate"] and len(words) + any(i.startswith("generator=") for i in items) > 2:
         from arvideo_rl.cli.calibrate import calibrate
 
@@ -203,45 +199,39 @@ def doctor(name: str = "") -> int:
     return 1 if bad else 0
 
 
-def train_idm(items: list[str], dry: bool) -> None:
-    """Train the inverse-dynamics model."""
-    from arvideo_rl.training import idm
+def train(model: str, items: list[str], dry: bool) -> None:
+    """Train one of the networks of the embedded world and say how good it is on held-out clips."""
+    from arvideo_rl.training import geometry, idm, text_video
 
-    config = load(idm.IdmConfig, None, items)
+    jobs: dict[str, tuple[str, Any, Any, Any]] = {
+        "idm": ("the inverse-dynamics model", idm.IdmConfig, idm.run, _said_of_idm),
+        "text-video": ("the text-video model", text_video.TextVideoConfig, text_video.run, _said_of_text_video),
+        "geometry": ("depth and camera motion", geometry.GeometryConfig, geometry.run, _said_of_geometry),
+    }
+    what, form, run, said = jobs[model]
+    config: Any = load(form, None, items)
     config.check()
     if dry:
-        print(f"would train the inverse-dynamics model for {config.steps} steps and write {config.out}")
-        return
-    report = idm.run(config)
-    measured = f"accuracy {report['accuracy']:.4f}, balanced {report['balanced_accuracy']:.4f}"
-    print(f"held-out {measured}; wrote {config.out}")
+        print(f"would train {what} for {config.steps} steps and write {config.out}")
+    else:
+        print(f"{said(run(config))}; wrote {config.out}")
 
 
-def train_text_video(items: list[str], dry: bool) -> None:
-    """Train the text-video model."""
-    from arvideo_rl.training import text_video
-
-    config = load(text_video.TextVideoConfig, None, items)
-    config.check()
-    if dry:
-        print(f"would train the text-video model for {config.steps} steps and write {config.out}")
-        return
-    found = text_video.run(config)["auroc"]
-    measured = ", ".join(f"{style} {parts[text_video.ANOTHER]['auroc']:.4f}" for style, parts in found.items())
-    print(f"held-out AUROC against another scene's caption: {measured}; wrote {config.out}")
+def _said_of_idm(report: dict[str, Any]) -> str:
+    return f"held-out accuracy {report['accuracy']:.4f}, balanced {report['balanced_accuracy']:.4f}"
 
 
-def train_geometry(items: list[str], dry: bool) -> None:
-    """Train the geometry backend ``network``."""
-    from arvideo_rl.training import geometry
+def _said_of_text_video(report: dict[str, Any]) -> str:
+    from arvideo_rl.training.text_video import ANOTHER
 
-    config = load(geometry.GeometryConfig, None, items)
-    config.check()
-    if dry:
-        print(f"would train depth and camera motion for {config.steps} steps and write {config.out}")
-        return
-    for style, found in geometry.run(config)["held_out"].items():
+    measured = ", ".join(f"{style} {parts[ANOTHER]['auroc']:.4f}" for style, parts in report["auroc"].items())
+    return f"held-out AUROC against another scene's caption: {measured}"
+
+
+def _said_of_geometry(report: dict[str, Any]) -> str:
+    lines = []
+    for style, found in report["held_out"].items():
         parts = ", ".join(f"{k.replace('_', ' ')} {v} ({found[k + '_baseline']} by a trivial answer)"
                           for k, v in found.items() if k + "_baseline" in found)  # fmt: skip
-        print(f"held-out {style}: {parts}")
-    print(f"wrote {config.out}")
+        lines.append(f"held-out {style}: {parts}")
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from arvideo_rl.config import SEEDS, check_ranges
 from arvideo_rl.outputs import check_file
-from arvideo_rl.training.idm import write
+from arvideo_rl.training.fit import fit, on_half, seeded, write
 from arvideo_rl.world.dataset import HELD_OUT, SIZE, to_uint8
 from arvideo_rl.world.render import FAR, FIELD_OF_VIEW, render, truth
 from arvideo_rl.world.scene import HEIGHTS, STEP, TURN, Scenes, sample_actions, sample_scenes
@@ -130,22 +130,14 @@ def train_geometry(windows: Windows, *, seed: int, steps: int, batch: int = 32, 
                    progress: bool = False) -> DepthPoseNet:  # fmt: skip
     """Train on ``windows``. Returns the network, frozen; the global random state is untouched."""
     draw, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = DepthPoseNet(windows.pixels.shape[-1])
+    net = seeded(seed, lambda: DepthPoseNet(windows.pixels.shape[-1]))
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.05)
-    bars = Console(stderr=True)
-    for _ in track(range(steps), "training depth and motion", console=bars, disable=not progress):
+
+    def loss_of(step: int) -> Tensor:
         frames, depth, still, w2c = sample_batch(windows, batch, draw)
-        loss = torch.stack(losses(net, disturb(frames, noise), depth, still, w2c)).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return net.eval().requires_grad_(False)
+        return torch.stack(losses(net, disturb(frames, noise), depth, still, w2c)).sum()
+
+    return fit(net, loss_of, steps=steps, lr=lr, warm_up=0.05, about="depth and motion", progress=progress)
 
 
 def sample_batch(windows: Windows, n: int, draw: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -166,12 +158,7 @@ def sample_batch(windows: Windows, n: int, draw: np.random.Generator) -> tuple[T
 def disturb(frames: Tensor, noise: torch.Generator) -> Tensor:
     """Disturb ``frames`` [N, T, 3, S, S] as generated video is; each effect on a random half of the windows."""
     n, t = frames.shape[:2]
-
-    def some(*shape: int, low: float = -1.0) -> Tensor:
-        """Uniform in [low, 1], zero for a random half of the windows; shape [N, ...]."""
-        on = torch.rand(n, *[1] * len(shape), generator=noise) < 0.5
-        return (low + (1 - low) * torch.rand(n, *shape, generator=noise)) * on
-
+    some = on_half(n, noise)
     soft = F.avg_pool2d(frames.flatten(0, 1), 3, 1, 1, count_include_pad=False).view_as(frames)
     frames = frames.lerp(soft, some(1, 1, 1, 1, low=0) * (1 - 0.3 * some(t, 1, 1, 1, low=0)))
     gain = 0.25 * some(1, 1, 1, 1) + 0.08 * some(1, 3, 1, 1) + 0.08 * some(t, 1, 1, 1)

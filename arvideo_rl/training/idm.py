@@ -7,7 +7,6 @@ Shape letters: N pairs, A actions, H W pixels.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +16,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
-from safetensors.torch import save
 from torch import Tensor
 
 from arvideo_rl.config import SEEDS, check_choice, check_ranges
 from arvideo_rl.outputs import check_file
-from arvideo_rl.training.rundir import write_bytes, write_text
+from arvideo_rl.training.fit import fit, on_half, seeded, write
 from arvideo_rl.world.dataset import HELD_OUT, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS
 from rewards import contract
@@ -129,22 +126,14 @@ def train_idm(clips: list[Clips], *, seed: int, steps: int, batch: int = 256, lr
               progress: bool = False) -> InverseDynamicsNet:  # fmt: skip
     """Train on pairs of ``clips``, drawn evenly from each set. Returns the network, frozen; global RNG is untouched."""
     draw, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = InverseDynamicsNet(len(LABELS), size=clips[0].pixels.shape[-1])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.1)
-    bars = Console(stderr=True)
-    for step in track(range(steps), "training the inverse dynamics", console=bars, disable=not progress):
+    net = seeded(seed, lambda: InverseDynamicsNet(len(LABELS), size=clips[0].pixels.shape[-1]))
+
+    def loss_of(step: int) -> Tensor:
         pairs, target = sample_pairs(clips[step % len(clips)], batch, draw, unexplained)
         pairs, target = disturb(pairs, target, augment, noise)
-        loss = F.cross_entropy(net(pairs[:, 0], pairs[:, 1]), target)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return net.eval().requires_grad_(False)
+        return F.cross_entropy(net(pairs[:, 0], pairs[:, 1]), target)
+
+    return fit(net, loss_of, steps=steps, lr=lr, warm_up=0.1, about="the inverse dynamics", progress=progress)
 
 
 def sample_pairs(clips: Clips, n: int, draw: np.random.Generator, unexplained: float) -> tuple[Tensor, Tensor]:
@@ -168,12 +157,7 @@ def sample_pairs(clips: Clips, n: int, draw: np.random.Generator, unexplained: f
 def disturb(pairs: Tensor, target: Tensor, a: Augment, noise: torch.Generator) -> tuple[Tensor, Tensor]:
     """Disturb ``pairs`` [N, 2, 3, H, W] as generated and encoded video is; each effect on a random half of them."""
     n = len(pairs)
-
-    def some(*shape: int, low: float = -1.0) -> Tensor:
-        """Uniform in [low, 1], zero for a random half of the pairs; shape [N, ...]."""
-        on = torch.rand(n, *[1] * len(shape), generator=noise) < 0.5
-        return (low + (1 - low) * torch.rand(n, *shape, generator=noise)) * on
-
+    some = on_half(n, noise)
     for wanted, permutation in ((a.reverse, REVERSED), (a.mirror, MIRRORED)):
         if wanted:
             on = torch.rand(n, generator=noise) < 0.5
@@ -235,9 +219,3 @@ def probe(reward: InverseDynamics, clips: Clips, count: int = 128) -> dict[str, 
         scores = contract.score(reward, contract.Clips(seen, actions=told.contiguous()))
         out[name] = {k: round(float(v.mean()), 4) for k, v in scores.components.items()}
     return out
-
-
-def write(path: Path, tensors: dict[str, Tensor], report: dict[str, Any]) -> None:
-    """Write weights with the report in their header, and the same report beside them as .json for people."""
-    write_bytes(path, save({k: v.contiguous() for k, v in tensors.items()}, {"report": json.dumps(report)}))
-    write_text(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from arvideo_rl.config import SEEDS, check_ranges
 from arvideo_rl.outputs import check_file
-from arvideo_rl.training.idm import write
+from arvideo_rl.training.fit import fit, on_half, write
 from arvideo_rl.world.captions import ATTRIBUTES, Shown, alter, caption_of, exchange, judge_words
 from arvideo_rl.world.dataset import HELD_OUT, SIZE, to_uint8
 from arvideo_rl.world.dataset import load_clips as load_pixels
@@ -140,10 +140,8 @@ def train_text_video(clips: list[Clips], *, seed: int, steps: int, batch: int = 
         net = TextVideoNet(len(WORDS), size=clips[0].pixels.shape[-1])
         steer = torch.nn.Linear(net.when.shape[1], 2 * len(ACTIONS))
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.AdamW([*net.parameters(), *steer.parameters()], lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.02)
-    bars = Console(stderr=True)
-    for step in track(range(steps), "training the text-video model", console=bars, disable=not progress):
+
+    def loss_of(step: int) -> Tensor:
         source = clips[-1] if step % 8 == 7 else clips[step % (len(clips) - 1)]
         frames, tokens, target, actions = sample_batch(source, batch, draw)
         asked = ~target.isnan()
@@ -152,13 +150,11 @@ def train_text_video(clips: list[Clips], *, seed: int, steps: int, batch: int = 
         loss = F.binary_cross_entropy_with_logits(logits[asked], target[asked])
         starts = net.starts(frames.shape[1])
         drives = torch.stack([actions[:, starts], actions[:, starts + 1]], 2)  # the two changes of each tube
-        loss = loss + STEERING * F.cross_entropy(steer(whole).view(-1, len(ACTIONS)), drives.flatten(), ignore_index=0)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return net.eval().requires_grad_(False)
+        steered = F.cross_entropy(steer(whole).view(-1, len(ACTIONS)), drives.flatten(), ignore_index=0)
+        return loss + STEERING * steered
+
+    return fit(net, loss_of, steps=steps, lr=lr, warm_up=0.02, about="the text-video model",
+               beside=steer.parameters(), progress=progress)  # fmt: skip
 
 
 def sample_batch(clips: Clips, n: int, draw: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -214,12 +210,7 @@ def disturb(frames: Tensor, noise: torch.Generator, strength: float = 1.0) -> Te
     """Disturb ``frames`` [N, T, 3, H, W] as generated and encoded video is, mostly alike in all frames of a clip; each
     effect on a random half of the clips, all of them ``strength`` times. Colours keep their names."""
     n, t, _, h, w = frames.shape
-
-    def some(*shape: int, low: float = -1.0) -> Tensor:
-        """Uniform in [low, 1], zero for a random half of the clips; shape [N, ...]."""
-        on = torch.rand(n, *[1] * len(shape), generator=noise) < 0.5
-        return strength * (low + (1 - low) * torch.rand(n, *shape, generator=noise)) * on
-
+    some = on_half(n, noise, strength)
     ghost = 0.5 * some(1, 1, 1, 1, low=0)  # of the frame before
     frames = torch.lerp(frames, torch.cat([frames[:, :1], frames[:, :-1]], 1), ghost)
     for _ in range(2):
