@@ -27,7 +27,8 @@ class Clips:
     frames: Tensor  # float32 [B, T, 3, H, W] in [0, 1], RGB
     fps: float | Tensor | None = None  # true playback rate, pixel frames a second, one for all or [B]; never guessed
     prompts: Sequence[str] | None = None  # B strings
-    actions: Tensor | None = None  # int64 [B, T-1]; action i drives the change between pixel frames i and i + 1
+    actions: Tensor | None = None  # int64 [B, T-1], or float32 [B, T-1, A] where an action is A numbers; action i
+    # drives the change between pixel frames i and i + 1
     cameras: Any = None  # reserved for target cameras
     group_ids: Tensor | None = None  # int64 [B]; clips of one prompt share an id
     chunk_starts: tuple[int, ...] | None = None  # first pixel frame of each chunk, starting with 0
@@ -43,7 +44,7 @@ class Clips:
             seen = "one string" if isinstance(self.prompts, str) else f"{len(self.prompts)} entries"
             raise ValueError(f"prompts is {seen}; pass a list of {b} strings, one for each clip")
         if self.actions is not None:
-            _check_integers("actions", self.actions, (b, t - 1))
+            _check_actions(self.actions, (b, t - 1))
         if self.group_ids is not None:
             _check_integers("group_ids", self.group_ids, (b,))
         starts = self.chunk_starts
@@ -85,6 +86,14 @@ def check_frames(frames: Tensor) -> None:
         if low < -0.5 or high > 2:  # not an overshoot, another convention
             fix = "(frames + 1) / 2" if low < 0 else "frames / 255"
         raise ValueError(f"frames lies in [{low:.3g}, {high:.3g}]; expected [0, 1], use {fix}")
+
+
+def _check_actions(actions: Tensor, shape: tuple[int, int]) -> None:
+    if not isinstance(actions, Tensor) or actions.dtype != torch.float32:
+        _check_integers("actions", actions, shape)
+    elif actions.ndim != 3 or tuple(actions.shape[:2]) != shape:
+        raise ValueError(f"actions has shape {tuple(actions.shape)}; expected int64 {shape}, or float32 "
+                         f"({shape[0]}, {shape[1]}, A) where an action is A numbers")  # fmt: skip
 
 
 def _check_integers(name: str, values: Tensor, shape: tuple[int, ...]) -> None:

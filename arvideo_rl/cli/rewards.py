@@ -211,10 +211,32 @@ def train(model: str, items: list[str], dry: bool) -> None:
     what, form, run, said = jobs[model]
     config: Any = load(form, None, items)
     config.check()
-    if dry:
+    if getattr(config, "data", ""):
+        train_own(config, dry)
+    elif dry:
         print(f"would train {what} for {config.steps} steps and write {config.out}")
     else:
         print(f"{said(run(config))}; wrote {config.out}")
+
+
+def train_own(config: Any, dry: bool) -> None:
+    """Train the inverse-dynamics model on somebody's own videos; say how far it can be trusted."""
+    from arvideo_rl.progress import console
+    from arvideo_rl.scoring import own_idm
+
+    if dry:
+        data = own_idm.read(config)
+        changes = sum(len(f.said) for f in data.films)
+        print(f"would train on {len(data.films)} videos of {changes} changes, {data.kind} actions: "
+              f"{', '.join(data.labels)}")  # fmt: skip
+        print(f"{config.steps} steps for each of {config.members} networks, then write {config.out}")
+        return
+    report = own_idm.run(config)
+    for line in own_idm.said(report):
+        print(line)
+    if table := own_idm.confusion(report):
+        console().print(table)
+    print(f"wrote {config.out}")
 
 
 def _said_of_idm(report: dict[str, Any]) -> str:

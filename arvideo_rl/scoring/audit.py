@@ -14,7 +14,7 @@ from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_ranges
 from arvideo_rl.outputs import check_file
 from arvideo_rl.scoring import audit_clips
 from arvideo_rl.scoring.settings import DEFAULT, Named, build, find_device
-from arvideo_rl.training.prompts import list_actions
+from arvideo_rl.training.prompts import spoken_actions
 from arvideo_rl.world.scene import ACTIONS
 from rewards import registry
 from rewards.adversarial import CHANGES, Change, mirror
@@ -108,7 +108,7 @@ def _check_config(config: AuditConfig, words: list[str]) -> None:
     if config.changes and all(CHANGES[name].harmless for name in config.changes):
         raise ConfigError(f"changes={','.join(config.changes)}: moves are measured against a corruption's; add one, "
                           "e.g. frozen")  # fmt: skip
-    list_actions(config.actions)
+    spoken_actions(config.actions)
     if words and config.videos != AuditConfig.videos:
         raise ConfigError(f"videos={config.videos}: files were given too; leave one of the two out")
     out = Path(config.out)

@@ -20,7 +20,7 @@ from typing import Any
 
 from arvideo_rl.config import ConfigError
 from arvideo_rl.decoding import VIDEOS, frame_rate, images_of, is_animated
-from arvideo_rl.training.prompts import list_actions
+from arvideo_rl.training.prompts import Spoken, spoken_actions
 from rewards.remote.wire import plain
 
 MANIFESTS = (".csv", ".jsonl")
@@ -42,7 +42,7 @@ class Task:
     path: Path
     pair: str  # what it is called within its set; the same name in another set is its partner
     prompt: str | None = None
-    actions: list[int] | None = None  # one a frame from the second on
+    actions: list[Spoken] | None = None  # one a frame from the second on, as they were said
     fps: float | None = None  # replaces what the file states
     given: dict[str, Any] = field(default_factory=dict)  # passed through to the row
     problem: Problem | None = None  # why it cannot be scored
@@ -70,7 +70,7 @@ class Task:
 def collect(words: list[str], *, prompt: str = "", actions: str = "", fps: float | None = None) -> list[Task]:
     """The tasks of files, folders, globs and manifests, in this order; folders sorted by name. ``prompt``, ``actions``
     and ``fps`` hold for all and come before what a manifest says, which comes before the note beside a file."""
-    known = list_actions(actions) if actions else None
+    known = spoken_actions(actions) if actions else None
     out: dict[str, Task] = {}
     for task in (t for word in words for t in _tasks_of(word)):
         said = _with_note(task)
@@ -269,7 +269,7 @@ def _told(task: Task, row: dict[str, Any]) -> Task:
     listed = None
     if actions not in (None, "", []):
         try:  # a table may hold them as names, or as the list that JSON would have
-            listed = list_actions(
+            listed = spoken_actions(
                 json.loads(actions) if isinstance(actions, str) and actions.lstrip().startswith("[") else actions
             )
         except ValueError as error:

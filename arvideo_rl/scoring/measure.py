@@ -17,7 +17,7 @@ from arvideo_rl.media import write_video
 from arvideo_rl.scoring.inputs import Problem, Task
 from arvideo_rl.scoring.journal import Row
 from arvideo_rl.scoring.settings import DTYPES, Job
-from arvideo_rl.training.prompts import parse_actions
+from arvideo_rl.training.prompts import actions_for
 from rewards.contract import Clips, Reward, score
 
 LONGEST = 100  # bytes of a clip's name that go into that of its maps
@@ -70,6 +70,11 @@ def _lacking(reward: Reward, task: Task, sampled: bool) -> Problem | None:
         return "input:no_actions", f"{reward.name} needs actions; {how}"
     if "actions" in reward.needs and sampled:
         return "input:no_actions", "actions are one a frame of the file; leave out sample_fps"
+    if "actions" in reward.needs:
+        try:
+            actions_for(reward, task.actions or [], len(task.actions or []) + 1)
+        except ValueError as error:
+            return "input:actions", str(error)
     return None
 
 
@@ -138,8 +143,8 @@ def _clips(reward: Reward, frames: Tensor, clips: list[tuple[Task, Video]]) -> C
     """The clips with what the reward needs of them."""
     actions = None
     if "actions" in reward.needs:
-        laid = [parse_actions(list(task.actions or []), frames.shape[1])[1:] for task, _ in clips]
-        actions = torch.tensor(laid, dtype=torch.int64).reshape(len(clips), -1).to(frames.device)
+        laid = [actions_for(reward, task.actions or [], frames.shape[1]) for task, _ in clips]
+        actions = torch.stack(laid).to(frames.device)
     prompts = [task.prompt or "" for task, _ in clips] if "prompts" in reward.needs else None
     fps = torch.tensor([video.fps for _, video in clips], dtype=torch.float64)
     fps = fps if frames.device.type == "mps" else fps.to(frames.device)  # which has no float64

@@ -15,7 +15,7 @@ from arvideo_rl.config import ConfigError, check_choice, check_ranges
 from arvideo_rl.outputs import check_file, check_folder
 from arvideo_rl.scoring.inputs import Task, check_names, check_pairs, collect
 from arvideo_rl.scoring.pairs import MOTION, Pairing, check_groups
-from arvideo_rl.training.prompts import list_actions
+from arvideo_rl.training.prompts import actions_for, spoken_actions
 from rewards import registry
 from rewards.contract import NEEDS, Reward
 
@@ -85,7 +85,7 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
     for key, given in (("out", config.out), ("pairs", config.pairs)):
         if given and Path(given).resolve() in {Path(w).resolve() for w in (*words, config.compare) if w}:
             raise ConfigError(f"{key}={given} is what is to be scored, and would be written over; choose another name")
-    list_actions(config.actions)
+    spoken_actions(config.actions)
     device = find_device(config.device)
     told = {"prompt": config.prompt, "actions": config.actions, "fps": config.fps}
     tasks = collect(words, **told)  # type: ignore[arg-type]
@@ -99,6 +99,11 @@ def prepare(config: ScoreConfig, words: list[str], own: Mapping[str, Any] | None
     if config.pairs:
         _add_pairing(config, rewards)
     _check(rewards)
+    if config.actions:
+        said = spoken_actions(config.actions)
+        for reward in rewards.values():
+            if "actions" in reward.needs:
+                actions_for(reward, said, len(said) + 1)  # refuses what are not its actions
     if config.maps:
         check_names([t for t in tasks if not t.against], "maps")
         if Path(config.maps).resolve() in {t.path.resolve() for t in tasks if os.path.isdir(t.path)}:

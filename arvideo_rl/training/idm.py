@@ -24,9 +24,11 @@ from arvideo_rl.training.fit import fit, on_half, seeded, write
 from arvideo_rl.world.dataset import HELD_OUT, Clips, load_clips
 from arvideo_rl.world.scene import ACTIONS
 from rewards import contract
-from rewards.inverse_dynamics import InverseDynamics, InverseDynamicsNet
+from rewards.idm_network import InverseDynamicsNet, pack
+from rewards.inverse_dynamics import InverseDynamics
 
 LABELS = ACTIONS[1:]
+HUGE = 1e9  # nats: no two networks disagree so much
 REVERSED = [0, 2, 1, 4, 3]  # played backwards, the camera undoes its action: left <-> right, forward <-> back
 MIRRORED = [0, 2, 1, 3, 4]
 MOTION = np.array([[0, 0], [0, 0], [-1, 0], [1, 0], [0, 1], [0, -1]])  # turns and steps of each of ACTIONS
@@ -48,6 +50,9 @@ class Augment:
 AUGMENTS = {
     "main": Augment(noise=0.06, blur=2, light=0.4, flicker=0.15, coarse=0.0, reverse=True, mirror=False),
     "other": Augment(noise=0.08, blur=1, light=0.25, flicker=0.2, coarse=0.15, reverse=False, mirror=True),
+    # for somebody's own videos, whose actions need not turn round with them
+    "own": Augment(noise=0.06, blur=2, light=0.4, flicker=0.15, coarse=0.0, reverse=False, mirror=False),
+    "own other": Augment(noise=0.08, blur=1, light=0.25, flicker=0.2, coarse=0.15, reverse=False, mirror=False),
 }
 
 
@@ -56,6 +61,9 @@ class IdmConfig:
     """Fields of ``arvideo rewards train-idm``."""
 
     out: str = "idm.safetensors"  # weights; the report is written beside them as .json
+    data: str = ""  # your videos with actions: a folder, glob or manifest; empty: clips of the embedded world
+    size: int = 64  # pixels a side to which own videos are brought; VPT: 128
+    members: int = 1  # networks of an ensemble, each with another seed and in turn another augmentation
     seed: int = 0
     steps: int = 1000
     batch: int = 256  # pairs a step
@@ -70,9 +78,10 @@ class IdmConfig:
 
     def check(self) -> None:
         """Raise ValueError for a setting that cannot be."""
-        check_choice("augment", self.augment, AUGMENTS)
+        check_choice("augment", self.augment, ("main", "other"))
         check_file(Path(self.out), suffixes=(".safetensors",))
         counts = dict.fromkeys(("steps", "batch", "smooth", "joystick"), "[1, inf)")
+        counts |= {"size": "[16, 512]", "members": "[1, 16]"}
         held_out = dict.fromkeys(("held_out_smooth", "held_out_joystick"), "[1, inf)")
         rest = {"seed": SEEDS, "lr": "(0, inf)", "unexplained": "[0, 1)", "frames": "[6, inf)"}  # frames are skipped
         check_ranges(self, counts | held_out | rest)
@@ -90,32 +99,43 @@ def run(config: IdmConfig) -> dict[str, Any]:
                                progress=seen),
     }  # fmt: skip
     start = time.monotonic()
-    net = train_idm(train, seed=config.seed, steps=config.steps, batch=config.batch, lr=config.lr,
-                    augment=AUGMENTS[config.augment], unexplained=config.unexplained, progress=seen)  # fmt: skip
+    both = ("main", "other") if config.augment == "main" else ("other", "main")
+    nets = [train_idm(train, seed=config.seed + i, steps=config.steps, batch=config.batch, lr=config.lr,
+                      augment=AUGMENTS[both[i % 2]], unexplained=config.unexplained, progress=seen)
+            for i in range(config.members)]  # fmt: skip
     seconds = time.monotonic() - start
 
-    features, truth = {}, {}
+    features, logits, truth = {}, {}, {}
     for style, clips in held_out.items():
         batches = clips.batch(np.arange(len(clips.pixels))).split(64)
         pairs = [(b[:, :-1].flatten(0, 1), b[:, 1:].flatten(0, 1)) for b in batches]
-        features[style] = torch.cat([net.features(first, second) for first, second in pairs])
+        features[style] = torch.cat([nets[0].features(first, second) for first, second in pairs])
+        outputs = [torch.cat([net(first, second) for first, second in pairs]).softmax(-1) for net in nets]
+        logits[style] = torch.stack(outputs).mean(0).clamp_min(1e-12).log()  # of all together
         truth[style] = clips.actions[:, 1:].flatten() - 1
-    accuracy_of = {s: measure(net.head(features[s]), truth[s])["accuracy"] for s in held_out}
+    accuracy_of = {s: measure(logits[s], truth[s])["accuracy"] for s in held_out}
     told = torch.cat([c.actions[:, 1:].flatten() - 1 for c in train])
     counts = torch.bincount(told, minlength=len(LABELS)).clamp_min(1)
     report = {
-        "labels": list(LABELS), "size": net.size, "config": asdict(config), "seconds": round(seconds, 1),
+        "labels": list(LABELS), "size": nets[0].size, "config": asdict(config), "seconds": round(seconds, 1),
         "command": "arvideo rewards train-idm " + " ".join(f"{k}={v}" for k, v in asdict(config).items()),
-        "class_frequency": (counts / counts.sum()).tolist(), "accuracy_of": accuracy_of,
-        **measure(net.head(torch.cat([*features.values()])), torch.cat([*truth.values()])),
+        "class_frequency": (counts / counts.sum()).tolist(), "accuracy_of": accuracy_of, "disagreement_95": HUGE,
+        **measure(torch.cat([*logits.values()]), torch.cat([*truth.values()])),
     }  # fmt: skip
     reference = features["smooth"].double()  # the style that the tiny generator is trained on
-    tensors = net.state_dict() | {
+    tensors = pack(nets, {
         "class_frequency": (counts / counts.sum()).float(),
         "frechet.mean": reference.mean(0),
         "frechet.cov": reference.T.cov(),
-    }
-    write(Path(config.out), tensors, report)  # the probes score from the file, as a user will
+    })  # fmt: skip
+    write(Path(config.out), tensors, report)  # the rest is scored from the file, as a user will
+    if config.members > 1:
+        reward, apart = InverseDynamics(config.out), []
+        for clips in held_out.values():
+            for rows in np.array_split(np.arange(len(clips.pixels)), -(-len(clips.pixels) // 64)):
+                shown = contract.Clips(clips.batch(rows), actions=clips.actions[rows, 1:].contiguous())
+                apart.append(contract.score(reward, shown).components["disagreement"])
+        report["disagreement_95"] = float(torch.cat(apart).quantile(0.95))
     report["probes"] = {style: probe(InverseDynamics(config.out), clips) for style, clips in held_out.items()}
     write(Path(config.out), tensors, report)
     return report

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from arvideo_rl.world.dataset import HELD_OUT
 from arvideo_rl.world.scene import ACTIONS, sample_scenes
+from rewards.contract import Reward
 
 TRAIN_SEED = 2_000_000  # beyond every scene that the shipped weights were trained on
 HELD_OUT_SEED = HELD_OUT + 500_000_000
@@ -97,24 +99,57 @@ def own_prompts(path: Path, frames: int) -> tuple[Prompts, Prompts, str]:
     return prompts.take(train), prompts.take(out), said
 
 
-def list_actions(value: str | list) -> list[int]:
-    """Actions as numbers from a list of names or numbers, or a text like ``turn left*4, forward*3``; the first drives
-    the change into frame 1. ValueError names what is not an action."""
+Spoken = str | int | float | tuple[float, ...]  # an action as somebody says it: a name, its number, or its numbers
+
+
+def spoken_actions(value: Any) -> list[Spoken]:
+    """Actions from a list of names, numbers or lists of numbers, or a text like ``turn left*4, forward*3``, one a
+    change between frames; whose names they are is not asked. ValueError names what cannot be an action."""
     if not isinstance(value, (str, list)):
         raise ValueError(f"actions {value!r} must be a list or a text like 'turn left*4, forward*3'")
-    items: list = value if isinstance(value, list) else [x for x in value.split(",") if x.strip()]
-    out: list[int] = []
-    for item in items:
-        name, star, times = (x.strip() for x in str(item).lower().partition("*"))
-        if name.isascii() and name.isdigit() and int(name) < len(ACTIONS):
-            index = int(name)
-        elif name in ACTIONS:
-            index = ACTIONS.index(name)
+    out: list[Spoken] = []
+    for item in value if isinstance(value, list) else [x for x in value.split(",") if x.strip()]:
+        if isinstance(item, str):
+            name, star, times = (x.strip() for x in item.partition("*"))
+            if star and not (times.isascii() and times.isdigit() and len(times) < 7):
+                raise ValueError(f"action {item.strip()!r}: what follows * must be a whole number of frames")
+            out += [name] * (int(times) if star else 1)
         else:
-            raise ValueError(f"action {name!r} is unknown; choose from: {', '.join(ACTIONS)}")
-        if star and not (times.isascii() and times.isdigit() and len(times) < 7):
-            raise ValueError(f"action {str(item).strip()!r}: what follows * must be a whole number of frames")
-        out += [index] * (int(times) if star else 1)
+            numbers = item if isinstance(item, (list, tuple)) else [item]
+            if not numbers or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in numbers):
+                raise ValueError(f"action {item!r} is no name, no number and no list of numbers")
+            out.append(tuple(float(x) for x in item) if isinstance(item, (list, tuple)) else item)
+    return out
+
+
+def list_actions(value: str | list, known: tuple[str, ...] = ACTIONS) -> list[int]:
+    """Actions as places in ``known``; the first drives the change into frame 1. ValueError names what is not one."""
+    places = {name.lower(): i for i, name in enumerate(known)}
+    out = []
+    for item in spoken_actions(value):
+        name = str(item).lower()
+        if name in places:  # first, since somebody may call an action 3
+            out.append(places[name])
+        elif name.isascii() and name.isdigit() and int(name) < len(known):
+            out.append(int(name))
+        else:
+            raise ValueError(f"action {name!r} is unknown; choose from: {', '.join(known)}")
+    return out
+
+
+def actions_for(reward: Reward, said: list[Spoken], frames: int) -> Tensor:
+    """What ``reward`` takes as the actions of a clip of ``frames`` frames: int64 [frames-1], 0 where nothing was said,
+    or float32 [frames-1, A], NaN there. ValueError names what is not one of the reward's actions."""
+    labels = tuple(getattr(reward, "labels", ACTIONS[1:]))
+    if getattr(reward, "kind", "discrete") == "discrete":
+        told = list_actions(list(said), (ACTIONS[0], *labels))
+        return torch.tensor((told + [0] * frames)[: frames - 1], dtype=torch.int64)
+    out = torch.full((frames - 1, len(labels)), torch.nan)
+    for i, action in enumerate(said[: frames - 1]):
+        numbers = action if isinstance(action, tuple) else (action,)
+        if len(numbers) != len(labels) or isinstance(action, str):
+            raise ValueError(f"action {action!r} is not {len(labels)} numbers: {', '.join(labels)}")
+        out[i] = torch.tensor(numbers)
     return out
 
 

@@ -1,6 +1,7 @@
 """The inverse-dynamics reward: the invariants every reward keeps, the probes it must fail and pass, its arithmetic."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from arvideo_rl.world.render import render
 from arvideo_rl.world.scene import sample_scenes
 from rewards.contract import Clips, score
 from rewards.describe import optional
-from rewards.inverse_dynamics import SCORES, SHIPPED, InverseDynamics, load
+from rewards.idm_network import load
+from rewards.inverse_dynamics import SCORES, SHIPPED, InverseDynamics
 from rewards.registry import REQUIRED, arguments, available, build, resolve
 
 FRAMES, CHUNKS = 13, (0, 4, 7, 10)
@@ -175,8 +177,8 @@ def test_the_four_scores_by_hand(clips):
 
 def test_balanced_accuracy_weighs_a_rare_action_more(clips):
     reward = InverseDynamics(score="balanced_accuracy")
-    net, extra, report = reward._loaded
-    reward._loaded = (net, extra | {"class_frequency": torch.tensor([0.9, 0.025, 0.025, 0.025, 0.025])}, report)
+    rare = {"class_frequency": torch.tensor([0.9, 0.025, 0.025, 0.025, 0.025])}
+    reward._loaded = replace(reward._loaded, beside=rare)
     static = clips.frames[:1, :1].expand(-1, 3, -1, -1, -1)
     out = score(reward, Clips(static, actions=torch.tensor([[1, 4]]))).components  # "stay" is hit, "forward" missed
     assert float(out["accuracy"]) == 0.5
@@ -226,7 +228,8 @@ def test_larger_frames_are_reduced():
     small = score(InverseDynamics(), Clips(render(scenes, 32).clamp(0, 1), actions=actions))
     assert float(large.components["accuracy"]) == float(small.components["accuracy"]) == 1
     stripes = torch.tensor([1.0, 0.0, 0.0, 1.0]).repeat(32).expand(1, 2, 3, 128, 128)
-    assert (InverseDynamics()._resize(stripes)[..., 1:-1] - 0.5).abs().max() < 0.05  # every pixel counts: no aliasing
+    reduced = InverseDynamics()._loaded._resized(stripes)
+    assert (reduced[..., 1:-1] - 0.5).abs().max() < 0.05  # every pixel counts: no aliasing
 
 
 def test_an_mp4_scores_as_the_frames_it_was_made_from(clips, tmp_path):

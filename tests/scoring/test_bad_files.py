@@ -59,7 +59,7 @@ BAD = {  # file -> (reason, part of the detail)
     "growing.ts": ("system:still_growing", "changed while it was read"),
     "note.mp4": ("input:note", "not readable JSON"),
     "note_latin.mp4": ("input:note", "not readable JSON"),
-    "note_jump.mp4": ("input:note", "'jump' is unknown"),
+    "note_jump.mp4": ("input:note", "is no name"),
 }
 SKIPPED = (".hidden.mp4", "readme.txt", "still.webp", "one_image", "again")  # no videos, or not to be found twice
 
@@ -83,7 +83,7 @@ def zoo(tmp_path_factory):
         shutil.copy(plain, top / name)
     (top / "note.mp4.json").write_text("{")
     (top / "note_latin.mp4.json").write_bytes(b'{"prompt": "caf\xe9"}')
-    (top / "note_jump.mp4.json").write_text('{"actions": ["jump"]}')
+    (top / "note_jump.mp4.json").write_text('{"actions": ["jump", null]}')
     write_video(top / "odd.gif", torch.rand(6, 3, 31, 33), 8)
     write_video(top / "one_frame.mp4", torch.rand(1, 3, 48, 32), 8)
     whole = write_video(top / "ntsc.mp4", torch.rand(6, 3, 48, 32), 24000 / 1001).read_bytes()
@@ -194,7 +194,8 @@ MANIFEST = [  # (row, reason)
     ({"path": "a.mp4", "prompt": "x", "fps": 0}, "input:fps"),
     ({"path": "a.mp4", "prompt": "x", "fps": "fast"}, "input:fps"),
     ({"path": "a.mp4", "prompt": "x", "fps": float("nan")}, "input:fps"),
-    ({"path": "a.mp4", "prompt": "x", "actions": ["jump"]}, "input:actions"),
+    ({"path": "a.mp4", "prompt": "x", "actions": ["jump"]}, ""),  # whose names they are is asked by a reward of actions
+    ({"path": "a.mp4", "prompt": "x", "actions": ["jump", None]}, "input:actions"),
     ({"path": "a.mp4", "prompt": "x", "actions": {"a": 1}}, "input:actions"),
     ({"path": "nowhere.mp4", "prompt": "x"}, "system:no_file"),
     ({"path": "a.mp4\0", "prompt": "x"}, "input:path"),
