@@ -18,6 +18,8 @@ def calibrate(name: str, words: list[str], items: list[str], dry: bool) -> None:
     config = load(measuring.CalibrateConfig, None, items)
     if dry:
         _, tasks = measuring.prepare(config, name, words)
+        if config.generator:
+            measuring.opened(config)
         made = f"{config.clips} clips of {config.generator or 'the world'}"
         what = made if tasks is None else f"{len(tasks)} files"
         print(f"would measure {what} and write {config.out}")

@@ -96,4 +96,4 @@ class FPO:
                 pull = record.pull(kl).mean()
                 loss = loss + self.kl_weight * pull
                 metrics |= {"kl": kl.mean().item(), "pull": pull.item()}
-            yield (loss / (chunks - self.from_chunk)).float(), metrics
+            yield (loss / chunks).float(), metrics

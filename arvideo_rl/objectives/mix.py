@@ -125,7 +125,7 @@ def shut(values: Tensor, gate: Tensor | None, groups: Tensor) -> Tensor:
         for column in range(values.shape[1]):
             v, passes = values[rows, column], gate[rows, column]
             known = v[~v.isnan()]
-            if len(known):
+            if len(known) and not passes.isnan().all():  # a gate without a value says nothing about the group
                 std = known.std(correction=0)
                 low = known.min() - (std if std >= NO_SPREAD else 1.0)
                 out[rows, column] = v - (1 - passes) * (v - low)

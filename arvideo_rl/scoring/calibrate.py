@@ -18,11 +18,12 @@ from torch import Tensor
 
 from arvideo_rl.config import ConfigError, check_ranges
 from arvideo_rl.decoding import Reading, VideoError, decode, images_of
+from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.outputs import check_file
 from arvideo_rl.progress import hidden
 from arvideo_rl.scoring.inputs import Task, collect
 from arvideo_rl.training.aligned import load_any
-from arvideo_rl.training.prompts import PromptConfig, training_prompts
+from arvideo_rl.training.prompts import PromptConfig, Prompts, training_prompts
 from arvideo_rl.training.rollout import clips_of, roll_out
 from arvideo_rl.world.render import render
 from arvideo_rl.world.scene import Scenes, sample_scenes
@@ -31,6 +32,7 @@ from rewards.contract import Clips
 from rewards.four_d.calibration import FEWEST, Calibration, calibrated
 from rewards.four_d.observe import Observed, stride_of
 from rewards.four_d.reward import FourD
+from rewards.geometry.backends import identity
 from samplers.randomness import Key
 
 WORLD = 2_000_000_000  # first seed of the scenes that constants come from: neither trained on nor held out
@@ -66,6 +68,12 @@ class CalibrateConfig:
             raise ConfigError(f"args.{key} is what this command makes; leave it out")
 
 
+FILES = ("videos",)
+READ_BY = {"fps": FILES, "sample_fps": FILES, "short_side": FILES, "clips": ("world", "generator"), "size": ("world",),
+           "seed": ("world", "generator"), "prompts": ("generator",)}  # fmt: skip
+USUAL = asdict(CalibrateConfig()) | {"prompts": PromptConfig()}
+
+
 @dataclass(frozen=True)
 class Measured:
     """What was seen of a set of clips."""
@@ -86,6 +94,10 @@ def prepare(config: CalibrateConfig, name: str, words: list[str]) -> tuple[FourD
     registry.prepare(reward)
     if bool(words) == bool(config.generator):
         raise ConfigError("give videos, world or generator=NAME to calibrate with: one of them")
+    source = "generator" if config.generator else "world" if words == ["world"] else "videos"
+    for key, of in READ_BY.items():
+        if source not in of and not (config.real and "videos" in of) and getattr(config, key) != USUAL[key]:
+            raise ConfigError(f"{key} is for {' or '.join(of)}, and the clips are of the {source}; leave it out")
     tasks = None if words in ([], ["world"]) else collect(words, fps=config.fps)
     if config.real:
         collect([config.real], fps=config.fps)
@@ -101,7 +113,7 @@ def run(config: CalibrateConfig, name: str, words: list[str], command: str) -> t
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "arvideo_rl": version("arvideo-rl"),
     }  # fmt: skip
     sides, steps = seen.short_sides, seen.time_steps
-    found = calibrated(seen.observed, reward.backend.name, reward.settings, sides, steps, source)
+    found = calibrated(seen.observed, identity(reward.backend), reward.settings, sides, steps, source)
     found.write(Path(config.out))
     return found, seen
 
@@ -132,7 +144,8 @@ def measure(reward: FourD, config: CalibrateConfig, tasks: list[Task] | None) ->
         out.time_steps.append(stride_of(fps, reward.settings.step) / fps)
     if len(out.observed) < 2:
         why = ", ".join(f"{n} {reason}" for reason, n in out.bad.items()) or "too few clips"
-        raise ConfigError(f"{len(out.observed)} of {len(clips)} clips could be measured ({why}); give others")
+        way = "give others" if tasks is not None else "another args.backend or more frames may do"
+        raise ConfigError(f"{len(out.observed)} of {len(clips)} clips could be measured ({why}); {way}")
     return out
 
 
@@ -161,19 +174,25 @@ def moving_scenes(count: int, frames: int, seed: int = 0) -> Scenes:
 
 def _generated(config: CalibrateConfig, source: dict[str, Any]) -> Iterator[tuple[Tensor | str, float]]:
     """Clips of a generator, as a run of ``config.prompts`` would see them; which one and how is noted in ``source``."""
-    generator, model, _ = load_any(config.generator)
-    chunk = generator.streaming.chunk
-    frames = math.ceil((config.frames or generator.streaming.trained_frames) / chunk) * chunk
-    prompts = training_prompts(config.prompts, frames)
+    generator, model, prompts, frames = opened(config)
     prompts = prompts.take([i % len(prompts) for i in range(config.clips)])
     source["generator"] = {
-        "generator": config.generator, "clips": config.clips, "frames": frames, "seed": config.seed,
-        "prompts": asdict(config.prompts),
+        "generator": config.generator, "clips": config.clips, "frames": config.frames or frames,
+        "seed": config.seed, "prompts": asdict(config.prompts),
     }  # fmt: skip
     for i in range(config.clips):
         one = prompts.take([i])
         record = roll_out(generator, model, one, [Key(config.seed, 0, i)], frames, torch.zeros(1, dtype=torch.int64))
-        yield clips_of(generator, record, one).frames[0], generator.streaming.fps
+        yield clips_of(generator, record, one).frames[0, : config.frames], generator.streaming.fps
+
+
+def opened(config: CalibrateConfig) -> tuple[Generator, Any, Prompts, int]:
+    """Generator, its network, prompts and whole chunks of latent frames; ConfigError or ValueError where there are
+    none."""
+    generator, model, _ = load_any(config.generator)
+    chunk = generator.streaming.chunk
+    frames = math.ceil((config.frames or generator.streaming.trained_frames) / chunk) * chunk
+    return generator, model, training_prompts(config.prompts, frames), frames
 
 
 def _decoded(config: CalibrateConfig, tasks: list[Task], files: list[dict]) -> Iterator[tuple[Tensor | str, float]]:

@@ -159,7 +159,8 @@ class Run:
             updates = int(self.iteration >= self.critic.objective.warmup)
         for i in range(updates):
             metrics |= self._update(record, adv)
-            if i == 0 and "train/ratio_off" in metrics and not (replay and self.iteration):  # else it has moved on
+            fresh = not self.iteration or not lag_keep(config.lag, self.iteration)  # the old policy is the trained one
+            if i == 0 and fresh and "train/ratio_off" in metrics:
                 metrics["train/first_ratio_off"] = metrics["train/ratio_off"]
                 self._check_ratio(metrics["train/first_ratio_off"])
         metrics |= self.pull.follow(self.policies, metrics)

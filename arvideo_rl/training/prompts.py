@@ -161,7 +161,7 @@ def parse_actions(value: str | list, frames: int) -> list[int]:
 def read_prompts(path: Path, frames: int) -> Prompts:
     """Read a prompt file (.txt or .jsonl; UTF-8 with or without byte-order mark, any line ends; blank lines skip)."""
     if not path.is_file():
-        raise ValueError(f"prompt file {str(path)!r} does not exist")
+        raise ValueError(f"prompt file {str(path)!r} does not exist; give one with a prompt a line")
     if path.suffix.lower() not in ("", ".txt", ".jsonl"):
         raise ValueError(f"prompt file {path}: use .txt, a prompt a line, or .jsonl, a JSON object a line")
     try:

@@ -97,6 +97,8 @@ SHIPPED = {"four_d_tiny": Path(__file__).parents[1] / "weights" / "four_d_tiny.j
 
 def read(path: str | Path) -> Calibration:
     """The calibration in ``path``, a file or one of SHIPPED; ValueError in one line for anything else."""
+    if str(path) in SHIPPED and Path(path).exists():
+        raise ValueError(f"calibration {path}: is shipped, and a file here is called so too; say ./{path} for the file")
     try:
         data = json.loads(SHIPPED.get(str(path), Path(path)).read_bytes().decode("utf-8-sig"))
     except OSError as error:

@@ -16,7 +16,7 @@ from rewards.contract import Clips
 from rewards.four_d import terms
 from rewards.four_d.calibration import BY_HAND, UNCALIBRATED, Calibration, read
 from rewards.four_d.observe import Observed, Settings, camera_flow, observe, stride_of, windows
-from rewards.geometry.backends import Choice
+from rewards.geometry.backends import Choice, identity
 from rewards.geometry.base import BackendReward, Part, Unmeasurable
 from rewards.geometry.cameras import Cameras, Geometry
 from rewards.geometry.flow import Flow, clip_flow
@@ -77,7 +77,7 @@ class FourD(BackendReward):
             raise ValueError(f"four_d: calibration={path} and constants are both given; leave one out")
         self.uncalibrated, found = False, read(path)
         try:
-            found.check_reward(self.backend.name, self.settings)
+            found.check_reward(identity(self.backend), self.settings)
         except ValueError as error:
             raise ValueError(f"four_d: calibration {path}: {error}") from None
         return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +27,23 @@ class Backend(Protocol):
     ``files``, ``hub``, ``optional`` (rewards/describe.py)."""
 
     name: str
-    licence: str
+    licence: str  # beside them, what a calibration is bound to besides the name may be said in ``settings``, by name
 
     def geometry(self, clips: Clips, index: int, flow: Flow) -> Answer:
         """Geometry of all frames of clip ``index``, whose optical ``flow`` has been computed already."""
+
+
+def identity(backend: Backend) -> str:
+    """A backend by name and by those of its settings that are not the usual ones: what a calibration belongs to."""
+    settings = getattr(backend, "settings", {})
+    return " ".join([backend.name, *(f"{k}={v}" for k, v in sorted(settings.items()))])
+
+
+def of_files(path: Path) -> dict[str, str]:
+    """What tells the files at ``path`` from others of that name without reading them; nothing where there are none."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
+    told = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+    return {"files": hashlib.sha256(repr(told).encode()).hexdigest()[:8]} if told else {}
 
 
 class GroundTruth:
@@ -59,6 +74,8 @@ class Classical:
         if not 0 < field_of_view < 170:
             raise ValueError(f"classical geometry: field_of_view is {field_of_view}; it is in degrees, in (0, 170)")
         self.field_of_view, self.parallax, self.gap = float(field_of_view), float(parallax), int(gap)
+        own, usual = vars(self), inspect.signature(Classical).parameters
+        self.settings = {k: v for k, v in own.items() if v != usual[k].default}
 
     def prepare(self) -> None:
         """Raise ValueError now when OpenCV is missing."""

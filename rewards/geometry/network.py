@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from rewards.contract import Clips
+from rewards.geometry.backends import of_files
 from rewards.geometry.cameras import Geometry, pinhole
 from rewards.geometry.flow import Flow
 
@@ -95,6 +96,7 @@ class Network:
     def __init__(self, weights: str | Path = WEIGHTS):
         self.path = Path(weights)
         self.files = {self.path: f"{TRAIN} out={self.path}"}
+        self.settings = {} if self.path == WEIGHTS else of_files(self.path)
 
     def prepare(self) -> None:
         """Read the weights now; ValueError when they are missing or not exactly such a file."""

@@ -7,6 +7,7 @@ folder or among what the Hugging Face hub has left on this disk; nothing is ever
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from rewards.contract import Clips
+from rewards.geometry.backends import of_files
 from rewards.geometry.cameras import Geometry
 from rewards.geometry.flow import Flow
 from rewards.preference import weights as of
@@ -40,11 +42,14 @@ class Pretrained:
     optional = True  # what it needs is fetched by those who want it
 
     def __init__(self, weights: str | Path, size: int):
-        if int(size) != size or size < 2 * PATCH or size % PATCH:
-            raise ValueError(f"geometry {self.kind}: size is {size}; it is a multiple of {PATCH}, e.g. 504")
-        self.weights, self.size = weights, int(size)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2 * PATCH or size % PATCH:
+            raise ValueError(f"geometry {self.kind}: size is {size!r}; it is a whole multiple of {PATCH}, e.g. 504")
+        self.weights, self.size = weights, size
         self.licence, wanted = self.known.get(str(weights), (UNSTATED, self.reads))
-        self.name = f"{self.kind} {Path(str(weights)).name}"  # calibrations of other weights are not for these
+        self.name = f"{self.kind} {Path(str(weights)).name}"
+        self.settings = {"size": size} | of_files(
+            Path(str(weights)).expanduser()
+        )  # calibrations of others are not ours
         self.modules = {self.module: self.install}
         self.hub = {} if Path(str(weights)).expanduser().exists() else {str(weights): wanted}
 
@@ -56,6 +61,10 @@ class Pretrained:
     def network(self) -> Any:
         """The network, frozen."""
         wanted = self.hub.get(str(self.weights), self.reads)
+        if self.module not in sys.modules and importlib.util.find_spec(self.module) is None:  # before the large files
+            raise ValueError(
+                f"geometry {self.kind} needs {self.module}: {self.install}; and the weights {self.weights}"
+            )
         try:
             with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):  # first weights are drawn
                 made = self.load(of.located(f"geometry {self.kind}", self.weights, wanted, fetch=False))

@@ -12,6 +12,7 @@ from arvideo_rl.scoring import score_videos
 from arvideo_rl.scoring.calibrate import moving_scenes
 from arvideo_rl.world.render import render
 from rewards.four_d.calibration import read
+from rewards.four_d.reward import FourD
 
 
 def run(capsys, *words):
@@ -87,12 +88,42 @@ def test_constants_of_a_generator_s_own_clips(videos, capsys):
         found.append(read(more[0].removeprefix("out=")))
     assert found[0].m_nat == found[1].m_nat != found[2].m_nat
     made = found[0].source["generator"]
-    assert (
-        made["generator"] == "tiny" and made["frames"] == 6 and made["prompts"]["style"] == "joystick"
-    )  # whole chunks
+    assert made["generator"] == "tiny" and made["frames"] == 5 and made["prompts"]["style"] == "joystick"
     assert found[0].short_side == (32, 32) and found[0].backend == "network"
     code, _, said = run(capsys, "world", "generator=tiny")
     assert code == 1 and "one of them" in said
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (("generator=wrong",), "wrong"),
+        (("generator=tiny", "prompts.source=gone.txt"), "'gone.txt' does not exist"),
+        (("generator=tiny", "size=200"), "size is for world, and the clips are of the generator"),
+        (("generator=tiny", "fps=60"), "fps is for videos, and the clips are of the generator"),
+        (("world", "prompts.count=3"), "prompts is for generator, and the clips are of the world"),
+        (("base", "seed=1"), "seed is for world or generator, and the clips are of the videos"),
+    ],
+)
+def test_what_would_not_be_read_is_refused_before_anything_is_measured(videos, capsys, words, says):
+    code, _, said = run(capsys, *words, "--dry-run")
+    assert code == 1 and says in said and said.count("\n") == 1
+
+
+def test_a_calibration_belongs_to_the_settings_of_its_backend(videos, capsys):
+    wide = "args.backend={target: classical, args: {field_of_view: 65}}"
+    assert run(capsys, "base", wide, "out=wide.json")[0] == 0
+    assert read("wide.json").backend == "classical field_of_view=65.0"
+    with pytest.raises(ValueError, match="made with backend=classical field_of_view=65.0, used with backend=classical"):
+        FourD(calibration="wide.json")
+
+
+def test_a_shipped_calibration_is_not_taken_for_a_file_of_that_name(videos, capsys):
+    assert run(capsys, "base", "out=c.json")[0] == 0
+    (videos / "c.json").rename(videos / "four_d_tiny")
+    with pytest.raises(ValueError, match="say ./four_d_tiny for the file"):
+        read("four_d_tiny")
+    assert read("./four_d_tiny").backend == "classical"
 
 
 def test_the_shipped_calibration_is_of_the_tiny_generator():

@@ -101,6 +101,13 @@ def test_a_gate_that_lets_all_through_changes_nothing(mode):
     assert torch.equal(open_, mix(values, weights, mode)[0])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gate_without_a_value_says_nothing_about_a_group(mode):
+    values, weights = {"a": A, "b": B, "c": torch.full_like(MOTION, torch.nan)}, {"a": 1.0, "b": 1.0, "c": 0.0}
+    unknown, _ = mix(values, weights, mode, c=Axis(gate=0.5))
+    assert torch.equal(unknown, mix({"a": A, "b": B}, {"a": 1.0, "b": 1.0}, mode)[0])
+
+
 def test_two_gates_must_both_be_passed_and_a_soft_one_is_a_sigmoid():
     both = {"a": Axis(gate=0.2), "b": Axis(gate=0.5)}
     assert passing(BOTH, both)[:, 0].tolist() == [0, 0, 1, 1]

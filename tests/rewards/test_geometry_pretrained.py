@@ -326,7 +326,7 @@ def test_frames_that_are_too_small_and_sizes_that_cannot_be_are_refused(kind, we
         "frames are 24x24; the network would see them more than 4 times", lambda: made(kind, weights).geometry(small, 0)
     )
     for size in (0, 14, 100, 98.5):
-        refused(f"size is {size}; it is a multiple of 14", lambda size=size: made(kind, weights, size=size))
+        refused(f"size is {size!r}; it is a whole multiple of 14", lambda size=size: made(kind, weights, size=size))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.launch import _finished, align
 from arvideo_rl.training.prompts import held_out_prompts, own_prompts
 from arvideo_rl.training.rollout import roll_out
-from arvideo_rl.training.settings import AlignConfig, check, held_out_of, lag_keep
+from arvideo_rl.training.settings import AlignConfig, Method, check, held_out_of, lag_keep
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +72,15 @@ def test_micro_batches_equal_the_large_batch(config):
     assert same(*results, tolerance=1e-6)
     names = ("train/kl", "train/pull", "train/mean_signal", "train/policy_loss")
     assert [told[0][k] for k in names] == pytest.approx([told[1][k] for k in names], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("lag, looked", [("none", [True, True]), ("slow", [True, True]), ("nft", [True, False])])
+def test_a_ratio_is_expected_to_be_one_while_the_old_policy_is_the_trained_one(config, lag, looked):
+    config.objective, config.lag = Method("fpo", {"draws": 1}), lag
+    run = Run(config, Accelerator())
+    seen = [run.step() for _ in looked]
+    assert ["train/first_ratio_off" in m for m in seen] == looked
+    assert all(m.get("train/first_ratio_off", 0.0) < 1e-5 for m in seen) and not run.told
 
 
 def test_before_the_first_update_all_policies_agree_and_the_kl_is_zero(config):
