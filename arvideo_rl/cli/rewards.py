@@ -47,7 +47,9 @@ that mends each, and exits 1 if a reward cannot run that should: weights of publ
 those who want them. doctor NAME looks at one, and reads its weights whatever their size. train-idm, train-text-video
 and train-geometry render the world and train the inverse-dynamics model (a minute or two on two CPU cores), the
 text-video model (about ten), or the network of the geometric rewards (about seven, on one core); the shipped ones say
-how they were made in rewards/weights/*.json.
+how they were made in rewards/weights/*.json. train-idm data=VIDEOS trains on
+your own videos with their actions instead, names, numbers or VPT's recordings, and says how far the result can be
+trusted (docs/rewards/inverse_dynamics.md).
 
 calibrate measures, on videos that are known to be good, the constants by which a reward judges (four_d: how fast, how
 evenly and how rigidly things move, and what pictures look like), and writes them with the files they came from, the
