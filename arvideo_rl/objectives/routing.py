@@ -62,12 +62,6 @@ def fuse(
     return total.clamp(-clip, clip).float()
 
 
-def unbeaten(local: Tensor, overall: Tensor) -> bool:
-    """Whether no branch beats the anchor on the routed clip, or none on the video after it; from the branches'
-    anchor-relative advantages [G] on each, before fusion."""
-    return not ((local > 0).any() and (overall > 0).any())
-
-
 def protection(energy: Tensor, tau: float, mode: str, safe: bool) -> float:
     """What to multiply a group's loss with, KL included, when nothing beats its anchor (not ``safe``).
 

@@ -283,7 +283,7 @@ def test_help_of_align_names_every_part(capsys):
     [
         ("[1, 2]", 'ball.mp4.json must hold an object with "prompt" and "actions", not a list'),
         ("{", "ball.mp4.json is not readable JSON"),
-        ('{"actions": ["jump"]}', "ball.mp4.json: action 'jump' is unknown"),
+        ('{"actions": ["jump"]}', "action 'jump' is unknown; choose from: null, stay"),
         ('{"prompt": 3}', "ball.mp4.json: prompt 3 is not text"),
     ],
 )

@@ -11,7 +11,6 @@ from arvideo_rl.objectives.routing import (
     routing_loss,
     temperature,
     trajectory_energy,
-    unbeaten,
 )
 from samplers.schedule import shift_level
 
@@ -115,11 +114,6 @@ def test_protections():
     assert protection(energy, 1.0, "none", safe=False) == 1
     with pytest.raises(ValueError, match="none, drop, scale"):
         protection(energy, 1.0, "halve", safe=False)
-
-
-def test_the_anchor_is_beaten_only_on_both_rewards():
-    up, down = torch.tensor([0.5, -1.0]), torch.tensor([-0.5, 0.0])
-    assert not unbeaten(up, up) and unbeaten(up, down) and unbeaten(down, up) and unbeaten(down, down)
 
 
 def group(randn, g=5, t=6):
