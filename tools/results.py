@@ -6,7 +6,8 @@
 A row says what was trained, the held-out gain of the trained reward with its standard error (64 prompts x 2 noises or
 as told, clustered by prompt), which verifiers left their margin, how many videos were scored, the trained rewards of
 each iteration's own videos, and the command that repeats it. Settings that were run on three seeds or more are
-summarised together and have a curve in docs/images/results.svg.
+summarised together and have a curve in docs/images/results.svg. A run measured again on prompts that nothing was chosen
+on has that too: arvideo evaluate generator=RUN against=tiny held_out.skip=128 held_out.prompts=256 out=RUN/unseen.json
 """
 
 from __future__ import annotations
@@ -60,7 +61,16 @@ def row(folder: Path) -> dict[str, Any]:
         "settings": fingerprint({k: v for k, v in config.items() if k not in ASIDE}),
         "curve": {n: [round(m[f"reward/{n}"], 4) for m in metrics] for n in names},
         "command": shlex.join(["arvideo", "align", f"align/{recipe}", *changed]),
-    }  # fmt: skip
+    } | unseen(folder / "unseen.json")  # fmt: skip
+
+
+def unseen(path: Path) -> dict[str, Any]:
+    """What ``arvideo evaluate out=`` says in ``path``, where it is there."""
+    if not path.is_file():
+        return {}
+    told = json.loads(path.read_text(encoding="utf-8"))
+    lost = [v["name"] for v in told["verifiers"] if not v["ok"]]
+    return {"unseen": {k: told["trained"][k] for k in ("before", "delta", "se", "n")} | {"lost": lost}}
 
 
 def fingerprint(config: dict[str, Any]) -> str:
@@ -97,7 +107,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """Markdown: each setting that was run on three seeds or more, with the mean gain, its spread over the seeds and
     what it cost."""
     heads = ("reward", "recipe", "iterations", "gain of each seed", "mean", "spread", "error of one", "videos",
-             "minutes", "lost")  # fmt: skip
+             "minutes", "lost", "on unseen prompts")  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for group in sorted(repeated(rows), key=lambda g: (g[0]["reward"], g[0]["recipe"], g[0]["iterations"])):
         gains, lost = [r["delta"] for r in group], sorted({v for r in group for v in r["lost"]})
@@ -105,9 +115,14 @@ def summary(rows: list[dict[str, Any]]) -> str:
                  ", ".join(f"{g:+.3f}" for g in gains), f"{statistics.mean(gains):+.3f}",
                  f"{statistics.stdev(gains):.3f}", f"{statistics.mean(r['se'] for r in group):.3f}",
                  f"{group[0]['videos']:,}", f"{statistics.mean(r['seconds'] for r in group) / 60:.1f}",
-                 ", ".join(lost) or "nothing"]  # fmt: skip
+                 ", ".join(lost) or "nothing",
+                 ", ".join(_again(r["unseen"]) for r in group if "unseen" in r)]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _again(found: dict[str, Any]) -> str:
+    return f"{found['delta']:+.3f} ({found['se']:.3f})" + (f" lost {', '.join(found['lost'])}" if found["lost"] else "")
 
 
 def drawn(rows: list[dict[str, Any]]) -> str:
