@@ -17,6 +17,7 @@ import glob
 import hashlib
 import json
 import math
+import re
 import shlex
 import statistics
 import sys
@@ -75,7 +76,9 @@ def unseen(path: Path) -> dict[str, Any]:
 
 def fingerprint(config: dict[str, Any]) -> str:
     """Twelve hex digits that tell settings apart."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+    told = json.dumps(config, sort_keys=True)
+    same = re.sub(r"(?<=[ \[])(-?\d+)\.0(?=[,\]}])", r"\1", told)  # 8.0 is 8
+    return hashlib.sha256(same.encode()).hexdigest()[:12]
 
 
 def _named(part: dict[str, Any]) -> str:
