@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import InterpolationMode, resize, rgb_to_grayscale
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores, check_needs
 from rewards.preference import weights as of
 
@@ -36,6 +37,12 @@ RUBRIC_NAME = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"  # in that file
 DIMENSIONS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{d}_reward|>" for d in DIMENSIONS)
 SCORES = (*DIMENSIONS, "mean")
+CLAIMS = {  # of a mean of three, one may hide what another sees
+    "VQ": Claims(blind_to=("frozen", "half_frozen", "saturated", "wrong_prompt")),
+    "MQ": Claims(blind_to=("saturated", "wrong_prompt")),
+    "TA": Claims(notices=("wrong_prompt",), blind_to=("saturated",)),
+    "mean": Claims(blind_to=("saturated", "wrong_prompt")),
+}
 FRAME_FACTOR, FEWEST, MOST = 2, 4, 768  # frames are an even number between these, as far as there are as many
 SIDE_FACTOR, LEAST_PIXELS = 28, 128 * 28 * 28  # of a frame
 RENAMED = {"visual.": "visual.", "model.layers.": "language_model.layers.", "model.norm.": "language_model.norm.",
@@ -70,7 +77,7 @@ class VideoReward:
         if score not in SCORES:
             raise ValueError(f"video_reward: score {score!r} is unknown; choose {', '.join(SCORES)}")
         self.weights, self.base, self.rubric = weights, base, Path(rubric).expanduser()
-        self.score, self.grey_motion = score, bool(grey_motion)
+        self.score, self.grey_motion, self.claims = score, bool(grey_motion), CLAIMS[score]
         self.hub = {k: v for k, v in self.hub.items() if k in (str(weights), str(base))}
         self.files = {k: v for k, v in self.files.items() if k == self.rubric}
         wanted = "mean of VQ, MQ and TA" if score == "mean" else score

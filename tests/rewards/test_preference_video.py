@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from torchvision.transforms.v2.functional import rgb_to_grayscale
+from torchvision.transforms.v2.functional import adjust_saturation, rgb_to_grayscale
 
 from rewards.contract import Clips, score
 from rewards.preference.pictures import MEAN, STD
@@ -184,6 +184,19 @@ def test_motion_is_judged_without_colour(made_of):
     every = scored(reward_of(made_of))
     torch.testing.assert_close(every.components["MQ"], scored(grey).value)
     torch.testing.assert_close(every.components["VQ"], scored(reward_of(made_of, score="VQ")).value)
+
+
+def test_each_part_claims_what_it_is_made_of(made_of):
+    """MQ does not see the saturation of colours that stay within range. Order is seen, so no blindness is claimed."""
+    pale = 0.4 + 0.2 * FRAMES
+    gaudy = torch.stack([adjust_saturation(f, 2.5) for f in pale])
+    assert gaudy.min() > 0 and gaudy.max() < 1
+    grey, colour = (reward_of(made_of, score="MQ", grey_motion=g) for g in (True, False))
+    torch.testing.assert_close(scored(grey, gaudy).value, scored(grey, pale).value, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(scored(colour, gaudy).value, scored(colour, pale).value, rtol=1e-2, atol=1e-2)
+    claims = {s: reward_of(made_of, score=s).claims for s in (*DIMENSIONS, "mean")}
+    assert [s for s, c in claims.items() if "wrong_prompt" in c.notices] == ["TA"]
+    assert all("saturated" in c.blind_to and not {"shuffled", "reversed"} & {*c.blind_to} for c in claims.values())
 
 
 def test_constants_are_the_checkpoint_s(made_of, golden):
