@@ -27,6 +27,7 @@ REWARDS = {
     "flicker": "rewards.motion:Flicker",
     "four_d": "rewards.four_d.reward:FourD",
     "hpsv2": "rewards.preference.clip:HPSv2",
+    "hpsv3": "rewards.preference.hpsv3:HPSv3",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
     "judge": "rewards.preference.judge:Judge",
     "motion_smoothness": "rewards.motion:MotionSmoothness",
