@@ -19,6 +19,7 @@ from rewards.contract import Clips, Reward, Scores
 
 REWARDS = {
     "aesthetic": "rewards.preference.clip:Aesthetic",
+    "brisque": "rewards.brisque:Brisque",
     "camera_following": "rewards.geometry.scores:CameraFollowing",
     "camera_smoothness": "rewards.geometry.scores:CameraSmoothness",
     "clip_score": "rewards.preference.clip:ClipScore",

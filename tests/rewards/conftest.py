@@ -31,7 +31,8 @@ def qwen_base():
         at = fast.convert_tokens_to_ids
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
         text = dict(vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096, rope_parameters=rope)  # fmt: skip
+                    num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope,
+                    max_position_embeddings=4096)  # fmt: skip
         vision = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)
         config = Qwen2VLConfig(
             text_config=text, vision_config=vision, image_token_id=at("<|image_pad|>"),
