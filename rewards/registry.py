@@ -19,6 +19,7 @@ from rewards.contract import Clips, Reward, Scores
 
 REWARDS = {
     "aesthetic": "rewards.preference.clip:Aesthetic",
+    "brisque": "rewards.brisque:Brisque",
     "camera_following": "rewards.geometry.scores:CameraFollowing",
     "camera_smoothness": "rewards.geometry.scores:CameraSmoothness",
     "clip_score": "rewards.preference.clip:ClipScore",
@@ -27,6 +28,7 @@ REWARDS = {
     "flicker": "rewards.motion:Flicker",
     "four_d": "rewards.four_d.reward:FourD",
     "hpsv2": "rewards.preference.clip:HPSv2",
+    "hpsv3": "rewards.preference.hpsv3:HPSv3",
     "inverse_dynamics": "rewards.inverse_dynamics:InverseDynamics",
     "judge": "rewards.preference.judge:Judge",
     "motion_smoothness": "rewards.motion:MotionSmoothness",

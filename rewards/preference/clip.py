@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores, check_needs
 from rewards.preference import weights as of
-from rewards.preference.pictures import POOLS, cropped, letterboxed, pool, spread
+from rewards.preference.pictures import BETWEEN, POOLS, cropped, letterboxed, pool, spread
 
 OPEN_CLIP = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 OPENAI_L14 = "timm/vit_large_patch14_clip_224.openai"
@@ -39,6 +40,7 @@ class FrameScore:
     value_range = (-1.0, 1.0)
     cost = "seconds a clip on one CPU thread; memory: the weights, in float32"
     optional = True  # what it needs is fetched by those who want it
+    claims = Claims(notices=("wrong_prompt",), blind_to=(*BETWEEN, "saturated"))  # a cosine with the prompt, of frames
     hub: dict[str, tuple[str, ...]] = {}  # repository -> the files that are read
     download = 0  # bytes of what hub and files name
 
@@ -151,6 +153,7 @@ class Aesthetic(OpenClipScore):
     name = "aesthetic"
     formula = "head of the frame's CLIP features / 10, mean over frames"
     needs = frozenset()
+    claims = Claims(blind_to=(*BETWEEN, "saturated"))
     value_range = (-math.inf, math.inf)
     licence = "MIT (head and OpenAI ViT-L/14)"
     hacked_by = "glossy, saturated, shallow-focus stills of anything; it reads no prompt and sees no motion"

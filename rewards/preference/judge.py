@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores, check_needs
 from rewards.preference.pictures import spread
 from rewards.remote.http import Failed, bearer, exchange, server, variable
 
 MOST = 2**22  # bytes of an answer
+UNSEEN = ("frozen", "half_frozen", "shuffled", "reversed", "looped", "saturated")  # by models that see pictures apart
 PAUSE = 1.0  # seconds before the first new try, doubled each time
 AGAIN = (408, 409, 429, 500, 502, 503, 504)  # statuses that may pass
 QUESTION = (
@@ -74,6 +76,7 @@ class Judge:
             said = f"judge: question cannot be filled in ({error}); double the braces that are meant"
             raise ValueError(said) from None
         self.needs = frozenset({"prompts"} if "{prompt}" in question else ())
+        self.claims = Claims(notices=("wrong_prompt",) if self.needs else (), blind_to=UNSEEN)
         self.model, self.question, self.token = str(model), question, variable("judge", str(token))
         self.at_once, self.options = at_once, dict(options or {})
         self.frames, self.side, self.low, self.high = frames, side, float(low), float(high)

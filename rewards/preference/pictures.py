@@ -9,6 +9,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, center_crop,
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, RGB in [0, 1]
 STD = (0.26862954, 0.26130258, 0.27577711)
 POOLS = ("mean", "low", "top")
+BETWEEN = ("frozen", "half_frozen", "shuffled", "reversed", "looped", "jittered", "flickering")  # no frame shows these
 SHARE = 0.3  # of the frames that low and top keep, as in Astrolabe (arXiv 2603.17051)
 
 

@@ -1,16 +1,12 @@
 """VideoReward (arXiv 2501.13918): a Qwen2-VL that reads a video and a rubric, and a head on three tokens of the rubric.
 
 The checkpoint is KlingTeam/VideoReward: ``model_config.json`` (sampling, LoRA, the constants that standardise) and
-``checkpoint-*/model.pth``. The rubric is text of the VideoAlign repository (MIT), so it is read from its file and does
-not stand here. The published code takes paths of videos; this takes tensors, and one clip at a time, because padding
-changes the scores of this architecture. It was trained with transformers 4.45, where its forward gave every token its
-place in the sequence and not, as Qwen2-VL is meant to and transformers does since, the patches of the video their
-time, row and column. So that is what it is given here.
+``checkpoint-*/model.pth``. The rubric is text of the VideoAlign repository (MIT). The published code takes paths of
+videos; this takes tensors, and one clip at a time, because padding changes the scores of this architecture.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections.abc import Mapping
@@ -20,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2.functional import InterpolationMode, resize, rgb_to_grayscale
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
+from rewards.claims import Claims
 from rewards.contract import Clips, Scores, check_needs
+from rewards.preference import qwen
 from rewards.preference import weights as of
+from rewards.preference.qwen import BASE_FILES
 
 HUB, BASE = "KlingTeam/VideoReward", "Qwen/Qwen2-VL-2B-Instruct"
 FILES = ("model_config.json", "checkpoint-*/model.pth")
-BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json",
-              "chat_template.json")  # its weights are in the checkpoint  # fmt: skip
 RUBRIC_URL = ("https://raw.githubusercontent.com/KwaiVGI/VideoAlign/"
               "3e5ebc600aebc4d28300e9132b0a23ee8e1bc47c/prompt_template.py")  # fmt: skip
 RUBRIC = Path("~/.cache/arvideo-rl/videoalign_prompt_template.py").expanduser()
@@ -36,11 +33,14 @@ RUBRIC_NAME = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"  # in that file
 DIMENSIONS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{d}_reward|>" for d in DIMENSIONS)
 SCORES = (*DIMENSIONS, "mean")
+CLAIMS = {  # of a mean of three, one may hide what another sees
+    "VQ": Claims(blind_to=("frozen", "half_frozen", "saturated", "wrong_prompt")),
+    "MQ": Claims(blind_to=("saturated", "wrong_prompt")),
+    "TA": Claims(notices=("wrong_prompt",), blind_to=("saturated",)),
+    "mean": Claims(blind_to=("saturated", "wrong_prompt")),
+}
 FRAME_FACTOR, FEWEST, MOST = 2, 4, 768  # frames are an even number between these, as far as there are as many
-SIDE_FACTOR, LEAST_PIXELS = 28, 128 * 28 * 28  # of a frame
-RENAMED = {"visual.": "visual.", "model.layers.": "language_model.layers.", "model.norm.": "language_model.norm.",
-           "model.embed_tokens.": "language_model.embed_tokens.", "model.visual.": "visual.",
-           "model.language_model.": "language_model."}  # of transformers 4 and 5 -> Qwen2VLModel  # fmt: skip
+LEAST_PIXELS = 128 * 28 * 28  # of a frame
 
 
 class VideoReward:
@@ -70,7 +70,7 @@ class VideoReward:
         if score not in SCORES:
             raise ValueError(f"video_reward: score {score!r} is unknown; choose {', '.join(SCORES)}")
         self.weights, self.base, self.rubric = weights, base, Path(rubric).expanduser()
-        self.score, self.grey_motion = score, bool(grey_motion)
+        self.score, self.grey_motion, self.claims = score, bool(grey_motion), CLAIMS[score]
         self.hub = {k: v for k, v in self.hub.items() if k in (str(weights), str(base))}
         self.files = {k: v for k, v in self.files.items() if k == self.rubric}
         wanted = "mean of VQ, MQ and TA" if score == "mean" else score
@@ -110,22 +110,11 @@ class VideoReward:
 
     def logits(self, frames: Tensor, prompt: str) -> Tensor:
         """What the head says at the three tokens [3], float32 on the CPU, of sampled ``frames`` [F, 3, H, W]."""
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
         network, head = self.network
-        network.to(frames.device, torch.bfloat16 if frames.device.type == "cuda" else torch.float32)
-        side = smart_resize(*frames.shape[-2:], SIDE_FACTOR, LEAST_PIXELS, self.settings["max_frame_pixels"])
-        small = resize(frames, list(side), InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
-        chat = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": self.text(prompt)}]}]
-        words = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        batch = self.processor(text=[words], videos=[small], do_rescale=False, do_resize=False, do_sample_frames=False,
-                               return_tensors="pt").to(frames.device)  # fmt: skip
-        places = torch.arange(batch["input_ids"].shape[1], device=frames.device).expand(3, 1, -1)
-        hidden = network(**batch, position_ids=places, use_cache=False).last_hidden_state[0]
-        at = [(batch["input_ids"][0] == i).nonzero()[:, 0] for i in self.token_ids]
-        if any(len(a) != 1 for a in at):
-            raise ValueError("video_reward: the prompt holds one of the reward tokens; take it out")
-        return (hidden[torch.cat(at)].float() @ head.to(hidden.device).T)[:, 0].cpu()
+        small = qwen.fitted(frames, LEAST_PIXELS, self.settings["max_frame_pixels"])
+        ids = list(self.token_ids.values())
+        states = qwen.states_at(self.name, network, self.processor, "video", small, self.text(prompt), ids)
+        return (states @ head.to(states.device).T)[:, 0].cpu()
 
     def text(self, prompt: str) -> str:
         """The rubric for ``prompt``."""
@@ -134,7 +123,8 @@ class VideoReward:
     @cached_property
     def template(self) -> str:
         """The rubric with a place for the prompt."""
-        return read_rubric(self.rubric, self.files.get(self.rubric, "give rubric=FILE"))
+        how = self.files.get(self.rubric, "give rubric=FILE")
+        return qwen.read_rubric(self.name, self.rubric, [RUBRIC_NAME], TOKENS, how)
 
     @cached_property
     def folder(self) -> Path:
@@ -173,26 +163,16 @@ class VideoReward:
     @cached_property
     def processor(self) -> Any:
         """Of Qwen2-VL, with the three tokens added."""
-        from transformers import AddedToken, AutoProcessor
-
-        path = of.located(self.name, self.base, BASE_FILES)
-        try:
-            found = AutoProcessor.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"video_reward: no Qwen2-VL processor in {path}: {' '.join(str(error).split())}") from None
-        found.tokenizer.add_tokens([AddedToken(t, special=True) for t in TOKENS])
-        return found
+        return qwen.processor_of(self.name, self.base, TOKENS)
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> dict[str, int]:
         """Of the three tokens."""
-        return self.processor.tokenizer.convert_tokens_to_ids(list(TOKENS))
+        return {t: self.processor.tokenizer.convert_tokens_to_ids(t) for t in TOKENS}
 
     @cached_property
     def network(self) -> tuple[Any, Tensor]:
         """Qwen2-VL without its language head, frozen, and the reward head [1, D]."""
-        from transformers import Qwen2VLConfig, Qwen2VLModel
-
         found = sorted(self.folder.glob("checkpoint-*/model.pth"), key=lambda p: int(p.parent.name.split("-")[-1]))
         if not found:
             raise ValueError(f"video_reward: {self.folder} holds no checkpoint-*/model.pth")
@@ -202,20 +182,10 @@ class VideoReward:
         head = tensors.pop("rm_head.weight", None)
         of.refuse(self.name, found[-1], [] if head is not None else ["rm_head.weight"], ())
         assert head is not None
-        config = Qwen2VLConfig.from_pretrained(of.located(self.name, self.base, BASE_FILES))
-        words = tensors.get("language_model.embed_tokens.weight")
-        if words is not None:
-            config.text_config.vocab_size = len(words)
-            if max(self.token_ids) >= len(words):
-                raise ValueError(
-                    f"video_reward: {found[-1]} knows {len(words)} tokens, too few for {', '.join(TOKENS)}"
-                )
-        with torch.random.fork_rng(devices=[]):
-            network = Qwen2VLModel(config)
-        fitted = of.fit(self.name, network, {k: v.float() for k, v in tensors.items()}, found[-1])
-        if list(head.shape) != [1, config.text_config.hidden_size]:
+        network = qwen.network_of(self.name, self.base, tensors, found[-1], self.token_ids)
+        if list(head.shape) != [1, network.config.text_config.hidden_size]:
             of.refuse(self.name, found[-1], (), (), [f"rm_head.weight is {list(head.shape)}"])
-        return fitted, head.float()
+        return network, head.float()
 
 
 def standardise(logits: Tensor, constants: Mapping[str, tuple[float, float]]) -> Tensor:
@@ -232,21 +202,6 @@ def sampled(frames: Tensor, fps: float, wanted: float) -> Tensor:
         return frames.repeat(FRAME_FACTOR, 1, 1, 1)
     count = min(max(total / fps * wanted, FEWEST), MOST, total // FRAME_FACTOR * FRAME_FACTOR)
     return frames[torch.linspace(0, total - 1, round(count / FRAME_FACTOR) * FRAME_FACTOR).round().long()]
-
-
-def read_rubric(path: Path, how: str) -> str:
-    """The rubric in ``path``: a text, or VideoAlign's Python file, which is read and not run. ``how`` it is had."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
-            text = next(ast.literal_eval(node.value) for node in ast.parse(text).body if isinstance(node, ast.Assign)
-                        and getattr(node.targets[0], "id", "") == RUBRIC_NAME)  # fmt: skip
-    except (OSError, SyntaxError, ValueError, StopIteration):
-        raise ValueError(f"video_reward: there is no rubric in {path}: {how}") from None
-    wrong = [part for part in ("{text_prompt}", *TOKENS) if text.count(part) != 1]
-    if wrong:
-        raise ValueError(f"video_reward: the rubric {path} must hold {', '.join(wrong)} once")
-    return text
 
 
 def plain(tensors: Mapping[str, Tensor], scale: float, path: Path) -> dict[str, Tensor]:
@@ -266,8 +221,7 @@ def plain(tensors: Mapping[str, Tensor], scale: float, path: Path) -> dict[str, 
         if name.endswith(".weight") and a is not None and b is not None:
             value = value.float() + scale * (b.float() @ a.float())
             used.add(stem)
-        start = next((old for old in RENAMED if name.startswith(old)), None)
-        out[name if start is None else RENAMED[start] + name.removeprefix(start)] = value
+        out[qwen.renamed(name)] = value
     loose = [k for k in short if ".lora_" in k and k.split(".lora_")[0] not in used]
     of.refuse("video_reward", path, (), loose)
     return out

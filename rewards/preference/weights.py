@@ -82,12 +82,12 @@ def read(reward: str, path: Path) -> dict[str, Tensor]:
 
 def fit(reward: str, network: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> nn.Module:
     """``network`` with exactly those ``tensors``, frozen; ValueError names keys that are missing, left over or of
-    another shape."""
+    another shape. A network without memory (on the device meta) takes the tensors themselves, in their own type."""
     own = network.state_dict()
     shapes = [f"{k} is {list(tensors[k].shape)}, not {list(v.shape)}" for k, v in own.items()
               if k in tensors and tensors[k].shape != v.shape]  # fmt: skip
     refuse(reward, path, own.keys() - tensors.keys(), tensors.keys() - own.keys(), shapes)
-    network.load_state_dict(tensors, strict=True)
+    network.load_state_dict(tensors, strict=True, assign=any(v.is_meta for v in own.values()))
     return network.eval().requires_grad_(False)
 
 

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
 
+from rewards.adversarial import CHANGES
+from rewards.audit import audit
 from rewards.contract import Clips, score
 from rewards.preference.clip import PICKSCORE_SCALE, tokens
-from rewards.preference.pictures import MEAN, STD, cropped, letterboxed, pool, spread
+from rewards.preference.pictures import BETWEEN, MEAN, STD, cropped, letterboxed, pool, spread
 from rewards.registry import build
 
 NAMES = ("clip_score", "aesthetic", "hpsv2", "pickscore")
@@ -86,6 +88,32 @@ def test_the_prompt_matters_where_it_is_needed(name, folder):
     if name != "aesthetic":
         with pytest.raises(ValueError, match="needs prompts"):
             score(reward, Clips(FRAMES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_frame_is_scored_beside_another(name, folder):
+    """Which is why these are blind to what lies between frames: a clip is worth its frames, one by one, in any order,
+    and a frozen one of the best frame is worth the most."""
+    reward = made(name, folder)
+    alone = torch.stack([scored(reward, FRAMES[:, [k]]).value for k in range(5)], 1)
+    torch.testing.assert_close(scored(reward).value, alone.mean(1))
+    stills = torch.stack([scored(reward, FRAMES[:, [k] * 5]).value for k in range(5)], 1)
+    torch.testing.assert_close(stills, alone)
+    assert (stills.max(1).values > scored(reward).value).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pool", ["mean", "low"])
+def test_what_is_claimed_holds_as_far_as_the_order_of_frames_goes(name, pool, folder):
+    """Of prompts a random network claims nothing that could hold."""
+    reward = made(name, folder, pool=pool)
+    assert set(BETWEEN) <= set(reward.claims.blind_to)
+    assert ("wrong_prompt" in reward.claims.notices) is ("prompts" in reward.needs)
+    tried = ("shuffled", "reversed", "darkened")
+    found = audit(reward, [Clips(FRAMES, prompts=PROMPTS)], {k: CHANGES[k] for k in tried})
+    moved = {f.change: f.moved for f in found.findings}
+    assert max(moved["shuffled"], moved["reversed"]) < 1e-4 and found.findings[0].claim == "blind_to"
+    assert moved["darkened"] > 0.1
 
 
 def test_clip_score_is_the_cosine_that_open_clip_computes(folder):

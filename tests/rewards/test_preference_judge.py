@@ -14,6 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
+from rewards.adversarial import CHANGES
+from rewards.audit import audit
 from rewards.contract import Clips, score
 from rewards.preference import judge
 from rewards.registry import build
@@ -94,6 +96,25 @@ def test_the_score_of_a_good_answer_is_scaled_and_goes_to_its_clip(serve):
     got = scored(serve(say).url)
     assert got.raw["score"].tolist() == [2, 5, 1.5] and got.valid.all() and got.reasons == [None] * 3
     torch.testing.assert_close(got.value, torch.tensor([0.25, 1.0, 0.125]))
+
+
+def test_a_judge_that_reads_the_prompt_claims_to_notice_a_wrong_one(serve):
+    """The audit holds it to that: a model that sees whether grey and prompt belong together passes, one that rates all
+    alike fails."""
+
+    def sees(_, body):
+        *pictures, text = body["messages"][0]["content"]
+        file = io.BytesIO(base64.b64decode(pictures[0]["image_url"]["url"].partition(",")[2]))
+        fits = PROMPTS[round(Image.open(file).getpixel((0, 0))[0] / 127.5)] in text["text"]
+        return json.dumps({"score": 1 + 4 * fits})
+
+    clips = Clips(torch.tensor([0, 0.5, 1])[:, None, None, None, None].expand(3, 4, 3, 24, 40).clone(), prompts=PROMPTS)
+    changes = {k: CHANGES[k] for k in ("wrong_prompt", "frozen")}
+    say = {"good": sees, "flat": lambda *_: '{"score": 3}'}
+    found = {k: audit(build("judge", url=serve(s).url, model="tiny-vlm"), [clips], changes) for k, s in say.items()}
+    assert not found["good"].failures and [f.change for f in found["flat"].failures] == ["wrong_prompt"]
+    blunt = build("judge", url="http://127.0.0.1:1/v1", model="tiny-vlm", question="How good?")
+    assert blunt.claims.notices == () and "frozen" in blunt.claims.blind_to
 
 
 def test_it_is_sent_the_frames_the_text_and_greedy_decoding(serve):

@@ -4,71 +4,37 @@ import json
 
 import pytest
 import torch
-from torchvision.transforms.v2.functional import rgb_to_grayscale
+from torchvision.transforms.v2.functional import adjust_saturation, rgb_to_grayscale
 
 from rewards.contract import Clips, score
 from rewards.preference.pictures import MEAN, STD
+from rewards.preference.qwen import read_rubric
 from rewards.preference.video_reward import (
     DIMENSIONS,
     LEAST_PIXELS,
     RUBRIC_NAME,
     TOKENS,
     plain,
-    read_rubric,
     sampled,
     standardise,
 )
 from rewards.registry import build
 
 RUBRIC = f"rate how it looks {TOKENS[0]} how it moves {TOKENS[1]} how it fits {{text_prompt}} {TOKENS[2]} end"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }} {% for c in m['content'] %}{% if c['type'] == 'video' %}"
-    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}{% endfor %}<|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
-)
 CONSTANTS = {"VQ_mean": 0.1, "VQ_std": 2.0, "MQ_mean": -0.2, "MQ_std": 0.5, "TA_mean": 0.3, "TA_std": 4.0}
 FRAMES = torch.rand(3, 9, 3, 84, 98, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a red ball rests", "a blue cube slides", "a red cube"]
 ALPHA, RANK = 4, 2
 
 
-def base_of(folder):
-    """Configuration, tokeniser and processor of a Qwen2-VL of 32 features."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLProcessor, Qwen2VLVideoProcessor
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-
-    special = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|image_pad|>"]
-    plainly = "user assistant rate how it looks moves fits end a red blue ball cube".split()
-    words = ["[UNK]", "[PAD]", *special, *plainly]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
-    fast.add_tokens(special, special_tokens=True)
-    Qwen2VLProcessor(Qwen2VLImageProcessor(), fast, Qwen2VLVideoProcessor(), chat_template=TEMPLATE).save_pretrained(
-        folder
-    )
-    at = fast.convert_tokens_to_ids
-    text = dict(vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=1, max_position_embeddings=4096,
-                rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4})  # fmt: skip
-    vision = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)
-    config = Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=at("<|image_pad|>"), video_token_id=at("<|video_pad|>"),
-        vision_start_token_id=at("<|vision_start|>"), vision_end_token_id=at("<|vision_end|>"),
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    return config, len(fast)
-
-
 @pytest.fixture(scope="module")
-def made_of(tmp_path_factory):
+def made_of(tmp_path_factory, qwen_base):
     """(folder of the checkpoint, folder of the base, rubric, the merged network, its head)."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2VLForConditionalGeneration
 
     base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("reward")
-    config, words = base_of(base)
+    config, words = qwen_base(base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = Qwen2VLForConditionalGeneration(config)
@@ -126,8 +92,8 @@ def test_logits_are_the_head_at_the_three_tokens_in_order(made_of):
     reward.network[0].register_forward_hook(lambda m, a, k, out: seen.append((k, out)), with_kwargs=True)
     got = reward.logits(frames, PROMPTS[0])
     inputs, out = seen[0]
-    at = [inputs["input_ids"][0].tolist().index(i) for i in reward.token_ids]
-    assert at == sorted(at) and reward.token_ids == sorted(set(reward.token_ids))
+    at = [inputs["input_ids"][0].tolist().index(i) for i in reward.token_ids.values()]
+    assert at == sorted(at) and list(reward.token_ids) == list(TOKENS) and len(set(at)) == 3
     torch.testing.assert_close(got, (out.last_hidden_state[0, at] @ made_of[4][0]))
     theirs = made_of[3]
     with torch.no_grad():  # as in transformers 4.45: with its features in place, a sequence like any other
@@ -184,6 +150,19 @@ def test_motion_is_judged_without_colour(made_of):
     every = scored(reward_of(made_of))
     torch.testing.assert_close(every.components["MQ"], scored(grey).value)
     torch.testing.assert_close(every.components["VQ"], scored(reward_of(made_of, score="VQ")).value)
+
+
+def test_each_part_claims_what_it_is_made_of(made_of):
+    """MQ does not see the saturation of colours that stay within range. Order is seen, so no blindness is claimed."""
+    pale = 0.4 + 0.2 * FRAMES
+    gaudy = torch.stack([adjust_saturation(f, 2.5) for f in pale])
+    assert gaudy.min() > 0 and gaudy.max() < 1
+    grey, colour = (reward_of(made_of, score="MQ", grey_motion=g) for g in (True, False))
+    torch.testing.assert_close(scored(grey, gaudy).value, scored(grey, pale).value, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(scored(colour, gaudy).value, scored(colour, pale).value, rtol=1e-2, atol=1e-2)
+    claims = {s: reward_of(made_of, score=s).claims for s in (*DIMENSIONS, "mean")}
+    assert [s for s, c in claims.items() if "wrong_prompt" in c.notices] == ["TA"]
+    assert all("saturated" in c.blind_to and not {"shuffled", "reversed"} & {*c.blind_to} for c in claims.values())
 
 
 def test_constants_are_the_checkpoint_s(made_of, golden):
@@ -257,11 +236,11 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_and_never_random(made_of, tm
 def test_the_rubric_is_read_from_python_without_running_it(tmp_path):
     file = tmp_path / "prompt_template.py"
     file.write_text(f"OTHER = 'x'\n{RUBRIC_NAME} = '''{RUBRIC}'''\nraise SystemExit('it was run')\n")
-    assert read_rubric(file, "") == RUBRIC
+    assert read_rubric("video_reward", file, [RUBRIC_NAME], TOKENS, "") == RUBRIC
     for text, says in ((f"{RUBRIC_NAME} = 'no tokens'", "must hold"), ("OTHER = 1", "get it"), ("def (", "get it")):
         file.write_text(text)
         with pytest.raises(ValueError, match=says):
-            read_rubric(file, "get it")
+            read_rubric("video_reward", file, [RUBRIC_NAME], TOKENS, "get it")
 
 
 @pytest.mark.parametrize(
