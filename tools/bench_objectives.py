@@ -182,7 +182,7 @@ def main() -> None:
         }  # fmt: skip
         saved = {}
         for length in LENGTHS:
-            frames = min(max(length, SHORTEST.get(name, 0)), LONGEST.get(name, length))
+            frames = min(max(length, SHORTEST.get(name, 0)), LONGEST.get(name, 1000))
             long = run_of(RECIPES[name], *args.set, "prompts_per_step=1", f"frames={frames}")
             saved[frames] = max(graph_bytes(long, rollouts(long, [0])[0]))
         found[name]["saved"] = saved
