@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+RESULTS = runpy.run_path(str(TOOLS / "results.py"))
 
 
 def lines(capsys, monkeypatch, tool, *words) -> list[str]:
@@ -130,3 +132,38 @@ def test_what_the_policies_cannot_be_run_with_is_one_line(small, tmp_path, capsy
         with pytest.raises(SystemExit, match=says):
             lines(capsys, monkeypatch, "policies.py", small, *words, "--out", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def finished(folder, seed, delta, weight=8, **more):
+    """What tools/results.py reads of a run."""
+    folder.mkdir()
+    trained = {"before": 0.5, "after": 0.5 + delta, "delta": delta, "se": 0.01}
+    lost = [{"name": "motion", "ok": seed != 1, "before": 1.0, "delta": 0.0, "se": 0.1}]
+    told = {"seed": seed, "trained": trained, "verifiers": lost, "iterations": 7, "seconds": 60.0}
+    (folder / "summary.json").write_text(json.dumps(told))
+    rewards = {"a": {"target": "sharpness", "weight": 1.0}, "b": {"target": "flicker", "weight": 1.0, "held_out": True}}
+    config = {"name": folder.name, "seed": seed, "objective": {"target": "nft", "args": {"beta": weight}},
+              "rewards": rewards, "prompts_per_step": 2, "group": 4} | more  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config_given.yaml").write_text(f"# override: seed={seed}\n# override: name=x\nname: tiny_nft\n")
+    rows = [json.dumps({"iteration": i, "reward/a": 0.1 * i}) for i in range(7)]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return RESULTS["row"](folder)
+
+
+def test_rows_of_the_same_settings_are_one_line_and_one_curve(tmp_path):
+    rows = [finished(tmp_path / str(s), s, 0.02 + 0.01 * s, weight=(8, 8.0, 8)[s], lr=1) for s in range(3)]
+    rows.append(finished(tmp_path / "other", 3, 0.5, weight=2, lr=1))
+    assert len({r["settings"] for r in rows}) == 2 and rows[0]["videos"] == 56 and rows[0]["reward"] == "sharpness"
+    assert rows[1]["command"] == "arvideo align align/tiny_nft seed=1" and rows[1]["lost"] == ["motion"]
+    (group,) = RESULTS["repeated"](rows)
+    assert [r["seed"] for r in group] == [0, 1, 2]
+    (line,) = RESULTS["summary"](rows).splitlines()[2:]
+    assert "| +0.020, +0.030, +0.040 | +0.030 | 0.010 | 0.010 | 56 | 1.0 | motion |" in line
+    svg = RESULTS["drawn"](rows)
+    assert svg.count("<polyline") == 1 and "sharpness, against videos scored" in svg and ">nft<" in svg
+
+
+def test_a_folder_that_is_no_finished_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match="has no summary.json"):
+        RESULTS["row"](tmp_path)
