@@ -119,7 +119,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
                  f"{statistics.stdev(gains):.3f}", f"{statistics.mean(r['se'] for r in group):.3f}",
                  f"{group[0]['videos']:,}", f"{statistics.mean(r['seconds'] for r in group) / 60:.1f}",
                  ", ".join(lost) or "nothing",
-                 ", ".join(_again(r["unseen"]) for r in group if "unseen" in r)]  # fmt: skip
+                 ", ".join(f"seed {r['seed']} {_again(r['unseen'])}" for r in group if "unseen" in r)]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
