@@ -118,6 +118,8 @@ def spoken_actions(value: Any) -> list[Spoken]:
             numbers = item if isinstance(item, (list, tuple)) else [item]
             if not numbers or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in numbers):
                 raise ValueError(f"action {item!r} is no name, no number and no list of numbers")
+            if any(abs(x) == float("inf") for x in numbers):  # NaN says that nothing is commanded
+                raise ValueError(f"action {item!r} is infinite")
             out.append(tuple(float(x) for x in item) if isinstance(item, (list, tuple)) else item)
     return out
 

@@ -3,6 +3,7 @@ up. Nothing here ends a command early."""
 
 import csv
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -197,6 +198,7 @@ MANIFEST = [  # (row, reason)
     ({"path": "a.mp4", "prompt": "x", "actions": ["jump"]}, ""),  # whose names they are is asked by a reward of actions
     ({"path": "a.mp4", "prompt": "x", "actions": ["jump", None]}, "input:actions"),
     ({"path": "a.mp4", "prompt": "x", "actions": {"a": 1}}, "input:actions"),
+    ({"path": "a.mp4", "prompt": "x", "actions": [[0.5, math.inf]]}, "input:actions"),
     ({"path": "nowhere.mp4", "prompt": "x"}, "system:no_file"),
     ({"path": "a.mp4\0", "prompt": "x"}, "input:path"),
     ({"prompt": "x"}, "input:path"),
@@ -226,10 +228,10 @@ def test_every_mistake_in_a_manifest_is_the_reason_in_its_row(tmp_path):
             not row["reason"].startswith("input:") or "input:no_" in row["reason"] or f"line {number}" in row["detail"]
         )
     assert rows[0]["value"] == 10 and rows[0]["given"] == {"id": 7}
-    fast = rows[17]
+    fast = rows[18]
     assert fast["fps"] == pytest.approx(24000 / 1001) and "the file states 8" in fast["note"]
     written = [json.loads(x) for x in (tmp_path / "s.jsonl").read_text().splitlines()]
-    assert written[0]["id"] == 7 and written[17]["given.value"] == "lone \ud800" and written[17]["value"] == 1
+    assert written[0]["id"] == 7 and written[18]["given.value"] == "lone \ud800" and written[18]["value"] == 1
 
 
 def test_a_table_as_people_write_it(tmp_path):
