@@ -22,6 +22,7 @@ Generates the held-out prompts under fixed noises and measures the reward and ev
   arvideo evaluate
   arvideo evaluate generator=runs/quickstart against=tiny
   arvideo evaluate generator=runs/quickstart@best against=runs/quickstart
+  arvideo evaluate generator=runs/mix against=tiny reward=run held_out.skip=64
   arvideo evaluate benchmark=streaming generator=runs/quickstart against=tiny out=bench.json
 
 keys and defaults

@@ -13,12 +13,12 @@ from arvideo_rl.config import ConfigError, check_choice
 from arvideo_rl.generators.attention import choose
 from arvideo_rl.outputs import check_file
 from arvideo_rl.training import benchmark
-from arvideo_rl.training.aligned import load_any
+from arvideo_rl.training.aligned import config_of, load_any
 from arvideo_rl.training.benchmark import StreamingConfig
 from arvideo_rl.training.compare import HeldOut, Measured, check_held_out, compare, measure
 from arvideo_rl.training.judges import shows_world
 from arvideo_rl.training.prompts import STYLES, PromptConfig, Prompts
-from arvideo_rl.training.settings import AlignConfig, held_out_of
+from arvideo_rl.training.settings import AlignConfig, build_rewards, held_out_of
 from arvideo_rl.world.verify import frechet
 from rewards import registry
 from rewards.contract import Reward
@@ -35,7 +35,7 @@ class EvaluateConfig:
     against: str = ""  # measure this one too, as "before"
     prompts: str = ""  # a prompt file, of which the prompts that a run on it holds out are taken; empty: the world's
     style: str = "joystick"  # actions of the world's held-out prompts: joystick or smooth
-    reward: str = "inverse_dynamics"  # a short name (arvideo rewards list) or module:attribute
+    reward: str = "inverse_dynamics"  # a short name, module:attribute, or run: those the run was trained on
     args: dict[str, Any] = field(default_factory=dict)  # arguments of the reward; for inverse_dynamics else SCORE
     attention: str = "native"  # kernel: native, math, cudnn, flex, flash, flash3, sage, xformers (arvideo doctor)
     out: str = ""  # also write the numbers here, as .json
@@ -49,7 +49,7 @@ class Job:
     """A measurement that can be made: loaded and checked."""
 
     config: EvaluateConfig
-    reward: Reward
+    rewards: dict[str, tuple[Reward, float]]  # with their weights
     prompts: Prompts
     loaded: list[tuple[str, Any]]  # (source, what load_any gave), "before" first
     kernel: str  # that computes attention
@@ -60,8 +60,7 @@ def prepare(config: EvaluateConfig) -> Job:
     check_choice("style", config.style, STYLES)
     if config.out:
         check_file(Path(config.out), suffixes=(".json",))
-    reward = registry.build(config.reward, **(config.args or (SCORE if config.reward == "inverse_dynamics" else {})))
-    registry.prepare(reward)
+    rewards = rewards_of(config)
     loaded = [(s, load_any(s)) for s in (config.against, config.generator) if s]
     if config.benchmark:
         check_choice("benchmark", config.benchmark, ("streaming",))
@@ -74,7 +73,19 @@ def prepare(config: EvaluateConfig) -> Job:
     source = PromptConfig(config.prompts or "world", style=config.style)
     prompts = held_out_of(AlignConfig(prompts=source, held_out=config.held_out), world)
     said = [choose(model, config.attention, masked=g.streaming.past_weight < 1) for _, (g, model, _) in loaded]
-    return Job(config, reward, prompts, loaded, said[-1])
+    return Job(config, rewards, prompts, loaded, said[-1])
+
+
+def rewards_of(config: EvaluateConfig) -> dict[str, tuple[Reward, float]]:
+    """What is measured, by name with weights: one reward, or with ``reward=run`` all that the run was trained on."""
+    if config.reward != "run":
+        args = config.args or (SCORE if config.reward == "inverse_dynamics" else {})
+        reward = registry.build(config.reward, **args)
+        registry.prepare(reward)
+        return {config.reward: (reward, 1.0)}
+    if config.args:
+        raise ConfigError("args= says nothing to reward=run, which takes the run's own: leave it out")
+    return build_rewards({name: part for name, part in config_of(config.generator).rewards.items() if part.trained})
 
 
 @torch.no_grad()
@@ -83,15 +94,14 @@ def run(job: Job) -> dict[str, Any]:
     ``against`` the comparison as :func:`compare` gives it, else value, standard error and number of
     prompts by name."""
     config, size = job.config, job.config.held_out
-    rewards = {config.reward: (job.reward, 1.0)}
-    found = [measure(g, m, job.prompts, rewards, size, f"measuring {s}") for s, (g, m, _) in job.loaded]
+    found = [measure(g, m, job.prompts, job.rewards, size, f"measuring {s}") for s, (g, m, _) in job.loaded]
     if config.benchmark:
         streams = (benchmark.stream_benchmark(g, m, job.prompts, config.streaming, config.style)
                    for _, (g, m, _) in job.loaded)  # fmt: skip
         both = zip(job.loaded, found, streams)
         return {source: {"held_out": alone(seen), "stream": told} for (source, _), seen, told in both}
     if config.against:
-        return compare(found[0], found[1], {config.reward: 1.0}, size)
+        return compare(found[0], found[1], {name: weight for name, (_, weight) in job.rewards.items()}, size)
     return alone(found[0])
 
 

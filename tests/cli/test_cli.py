@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 
 from arvideo_rl.cli import doctor
@@ -254,6 +255,15 @@ def test_align_evaluate_and_generate_from_the_run(tmp_path, capsys, monkeypatch)
     compared = in_process(capsys, "evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "out=e.json", *sizes)
     assert compared.returncode == 0, compared.stderr
     assert "verifiers" in json.loads((tmp_path / "e.json").read_text())
+    config = yaml.safe_load((tmp_path / "r" / "config.yaml").read_text())["held_out"]
+    same = [f"held_out.{key}={config[key]}" for key in ("prompts", "noises", "frames", "batch")]
+    once_more = ("evaluate", f"generator={tmp_path / 'r'}", "against=tiny", "reward=run", "out=again.json", *same)
+    assert in_process(capsys, *once_more).returncode == 0
+    own = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert json.loads((tmp_path / "again.json").read_text())["trained"] == own["trained"]
+    for wrong, said in (("args.score=accuracy", "leave it out"), ("generator=tiny", "not an alignment run")):
+        refused = in_process(capsys, *once_more, wrong)
+        assert refused.returncode and said in refused.stderr
 
 
 def test_doctor_looks_for_exactly_what_the_project_asks_for():
