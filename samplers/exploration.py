@@ -8,7 +8,9 @@ there is one stream; the branches start that chunk from neighbouring noise,
 
 and share every other draw (Neighbor GRPO, AR-CoPO), or with ``neighbours: all`` those outside of the pivot chunk.
 ``fork_fresh``: after the common past all their noise differs (TempAct). ``pair``: two take antithetic noise in every
-draw of the pivot (samplers/forks.py). ``route``: they share all draws, and differ in what they read (routes.py).
+draw of the pivot (samplers/forks.py). ``churn``: two start the pivot as in ``fork`` and draw its steps each for itself,
+by a kernel that replaces as small a share of the noise (FDFO). ``route``: they share all draws, and differ in what
+they read (routes.py).
 With a ``window`` (step_window.py) the re-noising outside of it is shared as well. A ``guide`` (guidance.py) moves what
 is drawn.
 """
@@ -26,7 +28,7 @@ from samplers.randomness import Key, normal, shared
 from samplers.step_window import StepWindow
 from samplers.stream import CONSISTENCY, Draw
 
-KINDS = ("independent", "shared_init", "fork", "fork_fresh", "pair", "route")
+KINDS = ("independent", "shared_init", "fork", "fork_fresh", "pair", "churn", "route")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Exploration:
     """How a group is drawn and what of it is recorded."""
 
     kind: str = "independent"
-    sigma: float = 0.5  # of fork and pair: how far branches lie from the common noise, in (0, 1]
+    sigma: float = 0.5  # of fork, pair and churn: how far branches lie from the common noise, in (0, 1]
     neighbours: str = "init"  # of fork: which of the pivot's draws differ, the initial one or all
     kernel: Kernel = CONSISTENCY
     steps: bool = False  # every step of the trained chunks is recorded
@@ -48,13 +50,13 @@ class Exploration:
             raise ValueError(f"neighbours {self.neighbours!r} is unknown; choose init or all")
         if not 0 < self.sigma <= 1:
             raise ValueError(f"sigma={self.sigma}: neighbours lie above 0 and at most 1 from the common noise")
-        if self.window is not None and self.kind in ("fork", "pair", "route"):
+        if self.window is not None and self.kind in ("fork", "pair", "churn", "route"):
             raise ValueError(f"exploration {self.kind!r} shares its re-noising, so a window of steps means nothing")
 
     @property
     def forks(self) -> bool:
         """Whether a group has one past and one pivot chunk."""
-        return self.kind in ("fork", "fork_fresh", "pair", "route")
+        return self.kind in ("fork", "fork_fresh", "pair", "churn", "route")
 
     def trained(self, iteration: int, transitions: int) -> range:
         """The transitions of a chunk, of so many, that draw by ``kernel``."""
@@ -88,7 +90,7 @@ def draws(
 
     def draw(chunk: int, step: int, purpose: str) -> torch.Tensor:
         if exploration.forks:
-            together = exploration.kind in ("fork", "pair", "route") or (pivot is not None and chunk < pivot)
+            together = exploration.kind in ("fork", "pair", "churn", "route") or (pivot is not None and chunk < pivot)
         else:
             together = exploration.kind == "shared_init" and purpose == "init"
         if exploration.window is not None and purpose == "renoise":
@@ -97,7 +99,9 @@ def draws(
             return normal(keys, chunk, step, purpose, shape).to(device)
         if exploration.kind == "pair" and chunk == pivot:
             return antithetic_noise(keys, chunk, step, purpose, shape, exploration.sigma).to(device)
-        if exploration.kind == "fork" and chunk == pivot and purpose in differing:
+        if exploration.kind == "churn" and chunk == pivot and purpose == "renoise":
+            return normal(keys, chunk, step, purpose, shape).to(device)
+        if exploration.kind in ("fork", "churn") and chunk == pivot and purpose in differing:
             return neighbour_noise(keys, chunk, step, purpose, shape, exploration.sigma).to(device)
         return normal(common, chunk, step, purpose, shape).to(device)
 

@@ -5,7 +5,7 @@ of a group together.
 
     neighbour    eps_g = sqrt(1 - sigma^2) eps* + sigma delta_g     corr(eps_g, eps_h) = 1 - sigma^2
     antithetic   eps_+- = sqrt(1 - a^2) eps +- a delta              the pair's mean and difference are independent
-    churn        FDFO's step: a little of the noise replaced at every step, on the sampler's marginals
+    churn        a share sigma of the noise is a branch's own, in what it starts from and again at every step
 
 Sources: Neighbor GRPO and AR-CoPO (neighbour noise), TempAct (fresh fork), NVlabs/FDFO (churn). The antithetic pair is
 the form of the last for one chunk of a causal stream.
@@ -19,9 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from samplers.kernels import Kernel
 from samplers.randomness import Key, generator, normal, shared
-
-CHURN = math.expm1(0.0025)  # FDFO's gamma per step
 
 
 def neighbour_noise(
@@ -56,16 +55,12 @@ def pivot_of(key: Key, first: int, chunks: int) -> int:
     return int(generator(shared([key])[0], 0, 0, "routing").integers(first, chunks))
 
 
-def churn_step(x: Tensor, v: Tensor, t: float, s: float, noise: Tensor, gamma: float = CHURN) -> Tensor:
-    """FDFO's step from level t to s: overshoot to r, then add noise back up to s; float32.
-
-    The data coefficient stays 1 - s and the noise level s; gamma = 0 is the Euler step. t = s = 1 churns initial noise.
-    """
-    if gamma < 0 or not 0 <= s <= t <= 1:
-        raise ValueError(f"churn from level {t} to {s} with gamma {gamma}: use 1 >= t >= s >= 0 and gamma >= 0")
-    r = s / (1 + gamma - gamma * s)
-    over = x.float() + (r - t) * v.float()
-    return (over + noise * (r * math.sqrt((1 + gamma) ** 2 - 1))) / (1 + gamma * r)
+def churn_kernel(sigma: float) -> Kernel:
+    """FDFO's step with churn gamma: overshoot to r = s / (1 + gamma - gamma s), then add noise back up to s. It keeps
+    the data coefficient 1 - s and replaces the share sigma^2 = 1 - (1 + gamma)^-2 of the noise, hence is CPS with
+    sin(eta pi/2) = sigma. Published gamma: exp(.0025) - 1, so sigma .0706."""
+    _check_share("sigma", sigma)
+    return Kernel("cps", math.asin(sigma) * 2 / math.pi)
 
 
 def _check_share(name: str, value: float) -> None:

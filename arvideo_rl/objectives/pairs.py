@@ -1,6 +1,7 @@
 """Paired finite differences: two near-identical branches give a directional derivative of the reward.
 
-A pair shares its past and, at the pivot chunk, takes antithetic noise in every draw; with R and x0 of its two branches,
+A pair shares its past and, at the pivot chunk, takes antithetic noise in every draw or is churned; with R and x0 of its
+two branches,
 
     dR = +-(R_1 - R_2)/2,  dx = +-(x0_1 - x0_2)/2,  u = dx / (mean dx^2 + 1e-6)
     s = -mean (v - sg(v_old - u))^2,  s_0 = -mean u^2,  rho = exp(s - s_0)
@@ -8,7 +9,7 @@ A pair shares its past and, at the pivot chunk, takes antithetic noise in every 
 
 at every recorded step of both branches. At cur = old, rho = 1 and descent moves x0 by t dR u: uphill. dR u is the
 minimum-norm gradient of R. Source: NVlabs/finite-difference-flow-optimization (arXiv 2603.12893), for images, whose
-pairs differ by churn at every step (samplers/forks.py has it); here one chunk of a stream forks.
+pairs are churned; here one chunk of a stream forks.
 
 Needs: ``advantage: centre`` and groups of two, the steps of the pivot chunk, the reference when kl_weight > 0.
 """
@@ -26,6 +27,7 @@ from arvideo_rl.generators.denoiser import Denoiser
 from arvideo_rl.objectives.contract import check_from_chunk
 from arvideo_rl.objectives.record import Record, walk_to
 from samplers.exploration import Exploration
+from samplers.forks import churn_kernel
 from samplers.kernels import mean_over
 
 
@@ -33,7 +35,8 @@ from samplers.kernels import mean_over
 class Pairs:
     """Options of the objective; see docs/objectives/pairs.md."""
 
-    apart: float = 0.1  # share of the noise in which the two differ, .05 to .3
+    noise: str = "antithetic"  # or churn, as published: a little noise is replaced at the start and at every step
+    apart: float = 0.1  # share of the noise in which the two differ, .05 to .3; churn published: .07
     width: float = 0.03  # e: how far the ratio may go
     limit: float = 5.0  # |s - s_0| is held within this: u grows as the pair comes closer
     kl_weight: float = 0.0  # pull towards the reference, mean (v - v_ref)^2
@@ -42,6 +45,7 @@ class Pairs:
     context_writer: str = "old"  # which policy refreshes the recorded chunks: old or current
 
     def __post_init__(self) -> None:
+        check_choice("objective.args.noise", self.noise, ("antithetic", "churn"))
         check_choice("objective.args.credit", self.credit, ("sequence", "chunk"))
         check_choice("objective.args.context_writer", self.context_writer, ("old", "current"))
         above = "(0, inf)"
@@ -51,6 +55,8 @@ class Pairs:
     @property
     def exploration(self) -> Exploration:
         """How a pair is drawn."""
+        if self.noise == "churn":
+            return Exploration("churn", self.apart, kernel=churn_kernel(self.apart), steps=True)
         return Exploration("pair", self.apart, steps=True)
 
     def check_chunks(self, chunks: int) -> None:

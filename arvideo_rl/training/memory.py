@@ -146,7 +146,7 @@ def _weight_bytes(model: Any) -> int:
 def at_once(config: AlignConfig, objective: Objective) -> int:
     """Branches of one micro-batch: where branches are compared with each other in the loss, a whole group."""
     kind = objective.exploration.kind
-    return config.group if kind in ("fork", "pair", "route") else config.update_batch
+    return config.group if kind in ("fork", "pair", "churn", "route") else config.update_batch
 
 
 def rows_at_once(config: AlignConfig, objective: Any, levels: tuple[float, ...]) -> tuple[int, int]:

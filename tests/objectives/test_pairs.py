@@ -38,9 +38,10 @@ def test_the_minimum_lies_a_width_from_one(gain):
     assert rho[loss.argmin()].item() == pytest.approx(1 + 0.03 * (1 if gain > 0 else -1), abs=2e-4)
 
 
-def test_a_step_moves_both_branches_towards_the_better(alignable):
+@pytest.mark.parametrize("noise", ["antithetic", "churn"])
+def test_a_step_moves_both_branches_towards_the_better(alignable, noise):
     _, policies, make, losses = alignable
-    objective = Pairs(apart=0.3, width=10.0)
+    objective = Pairs(noise=noise, apart=0.3, width=10.0)
     record = make(objective, frames=9, pivot=1)
     assert torch.equal(record.latents[0, :3], record.latents[1, :3])
     half = (record.steps.x0[0, 0, -1] - record.steps.x0[1, 0, -1]) / 2

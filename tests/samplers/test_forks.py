@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samplers.exploration import Exploration, draws
-from samplers.forks import antithetic_noise, churn_step, neighbour_noise, pivot_of
+from samplers.forks import antithetic_noise, churn_kernel, neighbour_noise, pivot_of
 from samplers.randomness import Key, normal, shared
 
 KEYS = [Key(3, 5, 7, b) for b in range(4)]
@@ -78,6 +78,13 @@ def test_a_pair_fork_differs_in_all_noise_of_the_pivot_alone():
     assert differing(draws(Exploration("pair", 0.1), KEYS, SHAPE, "cpu", 2)) == [d for d in DRAWS if d[0] == 2]
 
 
+def test_a_churned_pair_starts_from_neighbours_and_draws_the_pivots_steps_each_for_itself():
+    draw = draws(Exploration("churn", 0.1), KEYS, SHAPE, "cpu", 2)
+    assert differing(draw) == [d for d in DRAWS if d[0] == 2]
+    assert torch.equal(draw(2, 0, "init"), neighbour_noise(KEYS, 2, 0, "init", SHAPE, 0.1))
+    assert torch.equal(draw(2, 1, "renoise"), normal(KEYS, 2, 1, "renoise", SHAPE))
+
+
 def test_routes_share_every_draw_that_of_refreshing_too():
     draw = draws(Exploration("route"), KEYS, SHAPE, "cpu")
     assert differing(draw) == []
@@ -103,22 +110,24 @@ def test_the_pivot_is_one_for_a_group_and_uniform_over_iterations():
 LEVELS = [(1.0, 1.0), (1.0, 0.9375), (0.8333, 0.625), (0.625, 0.0)]
 
 
-@pytest.mark.parametrize(("t", "s"), LEVELS)
+@pytest.mark.parametrize(("t", "s"), LEVELS[1:])
+@pytest.mark.parametrize("gamma", [0.0, 0.0025, 0.3])
+def test_the_churn_kernel_is_the_published_step(t, s, gamma, randn):
+    """Overshoot to a cleaner level r, then rescale and add noise: FDFO's two moves, written out."""
+    x, v = randn(2, 3, 4), randn(2, 3, 4)
+    r = s / (1 + gamma - gamma * s)
+    mean = (x + (r - t) * v) / (1 + gamma * r)
+    std = r * ((1 + gamma) ** 2 - 1) ** 0.5 / (1 + gamma * r)
+    ours = churn_kernel((1 - (1 + gamma) ** -2) ** 0.5).step(x, v, t, s)
+    torch.testing.assert_close(ours[0], mean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours[1], torch.tensor(std, dtype=torch.float32), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("gamma", [0.0025, 0.3])
-def test_churn_keeps_the_data_coefficient_and_the_noise_level(t, s, gamma):
-    """On exact velocities v = eps - x0, read off from unit inputs, one for each of x0, the old and the new noise."""
-    zero, one = torch.zeros(()).double(), torch.ones(()).double()
-    data = churn_step((1 - t) * one, -one, t, s, zero, gamma)
-    old = churn_step(t * one, one, t, s, zero, gamma)
-    new = churn_step(zero, zero, t, s, one, gamma)
-    assert data.item() == pytest.approx(1 - s, abs=1e-6)
-    assert (old**2 + new**2).item() == pytest.approx(s**2, abs=1e-6)
-    assert new.item() == pytest.approx(s * (1 - (1 + gamma) ** -2) ** 0.5, abs=1e-6)
-
-
-def test_churn_of_nothing_is_the_euler_step(randn):
-    x, v, noise = randn(2, 3, 4), randn(2, 3, 4), randn(2, 3, 4)
-    torch.testing.assert_close(churn_step(x, v, 0.8, 0.5, noise, 0), x - 0.3 * v, rtol=0, atol=1e-6)
+def test_neighbours_are_the_published_churn_of_the_initial_noise(gamma):
+    sigma = (1 - (1 + gamma) ** -2) ** 0.5
+    assert (1 - sigma**2) ** 0.5 == pytest.approx(1 / (1 + gamma))
+    assert sigma == pytest.approx(((1 + gamma) ** 2 - 1) ** 0.5 / (1 + gamma))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_churn_of_nothing_is_the_euler_step(randn):
         (lambda: antithetic_noise(KEYS, 0, 0, "init", SHAPE, -0.1), "a=-0.1"),
         (lambda: antithetic_noise(shared(KEYS), 0, 0, "init", SHAPE, 0.1), "branch below 0"),
         (lambda: pivot_of(KEYS[0], 4, 4), "from 4 on in a video of 4 chunks"),
-        (lambda: churn_step(torch.ones(1), torch.ones(1), 0.5, 0.8, torch.ones(1)), "level 0.5 to 0.8"),
+        (lambda: churn_kernel(1.5), "sigma=1.5"),
     ],
 )
 def test_what_is_no_exploration_is_refused_with_its_number(call, message):

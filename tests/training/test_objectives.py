@@ -32,6 +32,7 @@ CASES = {
     "kv_routing": dict(args=dict(routed=1, nearest=2, chunks=1, kl_weight=1.0), group=3, frames=18),
     "fpo": dict(args=dict(draws=2, kl_weight=0.1), updates=2),
     "pairs": dict(args=dict(apart=0.3), group=2, advantage="centre"),
+    "pairs churned": dict(target="pairs", args=dict(noise="churn", apart=0.3), group=2, advantage="centre"),
     "nft": dict(args=dict(coupling="visited", mean_flow=True)),
     "dmd": dict(args=dict(critic_updates=2, saliency=0.5, saliency_patch=8)),
     "dmd with a lora": dict(
