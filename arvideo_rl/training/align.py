@@ -20,18 +20,16 @@ from torch import Tensor
 from arvideo_rl.config import ConfigError
 from arvideo_rl.generators.attention import choose
 from arvideo_rl.generators.bundle import Generator
-from arvideo_rl.generators.packed import pack
 from arvideo_rl.generators.policies import Policies, PolicyConfig
 from arvideo_rl.generators.transformer import CausalWan
 from arvideo_rl.generators.umt5 import Umt5
 from arvideo_rl.objectives.advantages import advantages, worst_of_group
-from arvideo_rl.objectives.contract import Objective
 from arvideo_rl.objectives.dmd import DMD
-from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.matching import imbalance, joined_saliency, saliency_weights
-from arvideo_rl.objectives.mix import check_mix, combine
+from arvideo_rl.objectives.mix import combine
 from arvideo_rl.objectives.record import Record, context_gap
+from arvideo_rl.training.asked import asked_for
 from arvideo_rl.training.axes import table
 from arvideo_rl.training.checkpoints import (
     Checkpoint,
@@ -42,34 +40,26 @@ from arvideo_rl.training.checkpoints import (
     read_state,
     save_checkpoint,
 )
-from arvideo_rl.training.critic import Critic, check_matching, leaving
+from arvideo_rl.training.critic import Critic, leaving
 from arvideo_rl.training.guided import guiding
-from arvideo_rl.training.judges import look, shows_world
+from arvideo_rl.training.judges import look
 from arvideo_rl.training.memory import at_once, check_memory, estimate, limit
-from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
-from arvideo_rl.training.pull import Pull, check_pull
+from arvideo_rl.training.prompts import Prompts, prompt_rows
+from arvideo_rl.training.pull import Pull
 from arvideo_rl.training.reduce import mean_over_processes, sum_gradients
-from arvideo_rl.training.replay import Replay, Scored, check_replay, made_by, record_replay
+from arvideo_rl.training.replay import Replay, Scored, made_by, record_replay
 from arvideo_rl.training.rollout import appearance, clips_of, from_first, reward_table, roll_out, script_of
 from arvideo_rl.training.routed import roll_out_routed
 from arvideo_rl.training.saliency import saliency
 from arvideo_rl.training.settings import (
     AlignConfig,
-    build_objective,
-    build_rewards,
-    check,
-    check_groups,
-    check_on_policy,
-    held_out_of,
     lag_keep,
     ungated,
-    weights_of,
 )
 from rewards.contract import Clips
 from samplers.exploration import draws
 from samplers.forks import pivot_of
 from samplers.randomness import Key
-from samplers.routes import fork_frame
 
 RATIO_OFF = 1e-3  # at the first update of a rollout: above rounding in bfloat16
 
@@ -422,39 +412,6 @@ def update_rows(total: int, group: int, size: int) -> list[slice]:
     """Micro-batches of at most ``size`` of ``total`` rows, none of which crosses a border between groups."""
     starts = ((i, j) for i in range(0, total, group) for j in range(i, min(i + group, total), size))
     return [slice(j, min(j + size, i + group, total)) for i, j in starts]
-
-
-def asked_for(config: AlignConfig, generator: Generator, processes: int) -> tuple[dict, Objective, Prompts, Prompts]:
-    """(rewards, objective, training prompts, held-out prompts) of a configuration that can run with ``generator``, of
-    which the weights are not looked at; ConfigError for one that cannot."""
-    streaming, world = generator.streaming, shows_world(generator)
-    if streaming.first_alone:
-        raise ConfigError("streaming.first_alone=true: videos whose first frame stands alone cannot be trained on here")
-    check(config, streaming.chunk, processes, world)
-    rewards = build_rewards(config.rewards)
-    objective = build_objective(config.objective, config.frames // streaming.chunk)
-    check_groups(config, objective, processes)
-    check_mix(config.mix, weights_of(config), config.rewards, {k: r.value_range for k, (r, _) in rewards.items()})
-    check_pull(config.pull, ungated(weights_of(config), config), objective)
-    check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, objective)
-    check_on_policy(config, objective)
-    if isinstance(objective, DMD):
-        check_matching(objective, rewards, streaming.attention_window())
-    if isinstance(objective, GRPO) and objective.packed:
-        pack(streaming.attention_window(), [1] * (config.frames // streaming.chunk))  # refuses what cannot be packed
-    if isinstance(objective, KVRouting):
-        memory = objective.memory(streaming.attention_window(), config.frames)
-        fork_frame(Key(config.seed), memory, config.frames, config.group - 1)  # refuses what has no room
-    prompts = training_prompts(config.prompts, config.frames)
-    prompt_rows(len(prompts), config.prompts_per_step, 0, config.seed)  # refuses too few prompts now
-    held_out = held_out_of(config, world)
-    source = config.prompts.source
-    if source != "world" and len(held_out) < processes:
-        raise ConfigError(f"{source} holds out {len(held_out)} prompts, fewer than there are processes")
-    for name, (reward, _) in rewards.items() if source != "world" else ():
-        if "actions" in reward.needs and not prompts.actions[:, 1:].any():
-            raise ConfigError(f'rewards.{name} needs actions, but {source} has none; use a .jsonl with "actions"')
-    return rewards, objective, prompts, held_out
 
 
 def base_of(transformer: CausalWan, policy: PolicyConfig) -> dict[str, Any]:

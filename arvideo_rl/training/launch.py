@@ -18,7 +18,8 @@ from arvideo_rl.generators.hub import NotHere
 from arvideo_rl.generators.policies import trained_parameters
 from arvideo_rl.progress import hidden
 from arvideo_rl.training import rundir
-from arvideo_rl.training.align import Run, asked_for
+from arvideo_rl.training.align import Run
+from arvideo_rl.training.asked import asked_for
 from arvideo_rl.training.axes import Axes
 from arvideo_rl.training.checkpoints import best, sync, tidy
 from arvideo_rl.training.compare import Measured, compare

@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from arvideo_rl.config import ConfigError, load, presets
 from arvideo_rl.generators.bundle import Generator
 from arvideo_rl.generators.streaming import Streaming
-from arvideo_rl.training.align import Run, asked_for
+from arvideo_rl.training.align import Run
+from arvideo_rl.training.asked import asked_for
 from arvideo_rl.training.checkpoints import checkpoints, load_checkpoint
 from arvideo_rl.training.distill import DistillConfig, Network, build
 from arvideo_rl.training.launch import align
