@@ -76,7 +76,7 @@ class Run:
         )
         asked = asked_for(config, self.generator, accelerator.num_processes)
         self.rewards, self.objective, self.prompts, self.held_out = asked
-        self.guide = guiding(self.objective.exploration.guide, self.rewards, self.generator)
+        self.guide = guiding(self.objective.exploration.guide, self.rewards)
         self.critic: Critic | None = None
         if isinstance(self.objective, DMD):
             self.critic = Critic(self.objective, self.generator, config.frames, config.seed)

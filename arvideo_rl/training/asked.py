@@ -11,6 +11,7 @@ from arvideo_rl.objectives.grpo import GRPO
 from arvideo_rl.objectives.kv_routing import KVRouting
 from arvideo_rl.objectives.mix import check_mix
 from arvideo_rl.training.critic import check_matching
+from arvideo_rl.training.guided import guiding
 from arvideo_rl.training.judges import shows_world
 from arvideo_rl.training.prompts import Prompts, prompt_rows, training_prompts
 from arvideo_rl.training.pull import check_pull
@@ -30,20 +31,23 @@ from samplers.randomness import Key
 from samplers.routes import fork_frame
 
 
-def asked_for(config: AlignConfig, generator: Generator, processes: int) -> tuple[dict, Objective, Prompts, Prompts]:
+def asked_for(
+    config: AlignConfig, generator: Generator, processes: int, missing: list[str] | None = None
+) -> tuple[dict, Objective, Prompts, Prompts]:
     """(rewards, objective, training prompts, held-out prompts) of a configuration that can run with ``generator``, of
-    which the weights are not looked at; ConfigError for one that cannot."""
+    which the weights are not looked at; ConfigError for one that cannot. ``missing`` as for :func:`build_rewards`."""
     streaming, world = generator.streaming, shows_world(generator)
     if streaming.first_alone:
         raise ConfigError("streaming.first_alone=true: videos whose first frame stands alone cannot be trained on here")
     check(config, streaming.chunk, processes, world)
-    rewards = build_rewards(config.rewards)
+    rewards = build_rewards(config.rewards, missing)
     objective = build_objective(config.objective, config.frames // streaming.chunk)
     check_groups(config, objective, processes)
     check_mix(config.mix, weights_of(config), config.rewards, {k: r.value_range for k, (r, _) in rewards.items()})
     check_pull(config.pull, ungated(weights_of(config), config), objective)
     check_replay(config.replay, config.lag, config.prompts_per_step, config.objective.target, objective)
     check_on_policy(config, objective)
+    guiding(objective.exploration.guide, rewards)  # refuses one without a gradient
     if isinstance(objective, DMD):
         check_matching(objective, rewards, streaming.attention_window())
     if isinstance(objective, GRPO) and objective.packed:

@@ -162,11 +162,13 @@ def _without_weights(config: AlignConfig, processes: int, missing: NotHere) -> d
         generator = Generator.outline(config.generator)
     except ValueError:
         raise missing from None
-    asked_for(config, generator, processes)
+    lacking: list[str] = []
+    asked_for(config, generator, processes, lacking)
     trainable = trained_parameters(generator.transformer, config.policy)
     needed = estimate(config, generator, trainable, processes)
     sizes = plan(config, generator, trainable, needed, told(config, generator))
     sizes |= {f"note {i}": text for i, text in enumerate(notes(config, generator), 1)}
+    sizes |= {f"weights of {text.partition(':')[0]}": text.partition(": ")[2] for text in lacking}
     return sizes | {"weights": f"{missing} - the rest is from the published sizes"}
 
 

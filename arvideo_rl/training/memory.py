@@ -3,7 +3,8 @@
 Three phases are estimated, and the largest counts: drawing rollouts, updating on them, measuring held out. Counted are
 tensors that grow with sizes: weights, adapters and their optimizer, the past (keys and values as kept, and again as
 read), what one chunk's graph or one forward holds, what is recorded, pixels. Not counted: models of rewards, a text
-encoder (it is dropped before training), the activations of a decoder, what allocators and libraries waste.
+encoder (it is dropped before training), the activations of a decoder but for guidance, what allocators and libraries
+waste.
 docs/speed.md has it against measured runs.
 
 What a block saves of a token for its backward, counted in `_block` of transformer.py and checked against measured bytes
@@ -82,6 +83,7 @@ def phases(config: AlignConfig, generator: Generator, trainable: int, processes:
     block = chunk * (13 * dim + 2 * net.ffn_dim + extra) * FLOAT + attended(config.frames)
     blocks = net.num_layers * chunk * dim * width + 2 * block if config.checkpointing else (net.num_layers + 1) * block
     latents = channels * height * breadth
+    alone = blocks  # one stream's
     if getattr(objective, "packed", False):  # all noisy chunks, and the clean ones that they read
         blocks *= 2 * config.frames // s.chunk - 1
     if getattr(objective, "through_context", False):  # one forward of every chunk
@@ -103,11 +105,15 @@ def phases(config: AlignConfig, generator: Generator, trainable: int, processes:
         always["teacher and critic"], whole_clips = critic_bytes(config, objective)
         graph = max(graph, whole_clips)  # the critic's graph is gone before the policy's is made
     rolled = min(config.rollout_batch, config.group if objective.exploration.forks else branches)
+    one = forward(rolled, config.frames)
+    if objective.exploration.guide is not None:  # a chunk after the frame before it, decoded with gradient
+        seen = generator.codec.pixel_frames(s.chunk + 1) * s.size * (s.width or s.size)
+        one = rolled * (alone + generator.codec.graph_bytes * seen)
     archive = kept(1, config.frames) if isinstance(objective, KVRouting) else 0
     batch = min(size.batch, size.prompts * size.noises)
     return {
         "rollout": always | {"context": kept(rolled, config.frames) + text_read(rolled) + archive,
-                             "one forward": forward(rolled, config.frames), "rollout": record},
+                             "one forward": one, "rollout": record},
         "update": always | {"context": kept(streams, config.frames), "one chunk's graph": graph, "rollout": record,
                             "pixels": pixels[config.frames] * branches},
         "held out": always | {"context": kept(batch, size.frames) + text_read(batch),

@@ -282,15 +282,19 @@ def ungated(weights: dict[str, float], config: AlignConfig) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if name not in gates}
 
 
-def build_rewards(parts: dict[str, Part]) -> dict[str, tuple[Reward, float]]:
-    """The configured rewards by name, with weights; ConfigError names the one that cannot be had."""
+def build_rewards(parts: dict[str, Part], missing: list[str] | None = None) -> dict[str, tuple[Reward, float]]:
+    """The configured rewards by name, with weights; ConfigError names the one that cannot be had. With ``missing``,
+    what those that are fetched by who wants them lack is written there instead."""
     out = {}
     for name, part in parts.items():
         try:
-            out[name] = (registry.build(part.target, **part.args), part.trained)
-            registry.prepare(out[name][0])
+            reward = registry.build(part.target, **part.args)
+            out[name] = (reward, part.trained)
+            registry.prepare(reward)
         except ValueError as error:
-            raise ConfigError(f"rewards.{name}: {error}") from error
+            if missing is None or name not in out or not getattr(reward, "optional", False):
+                raise ConfigError(f"rewards.{name}: {error}") from error
+            missing.append(f"rewards.{name}: {error}")
     return out
 
 

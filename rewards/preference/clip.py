@@ -40,6 +40,7 @@ class FrameScore:
     value_range = (-1.0, 1.0)
     cost = "seconds a clip on one CPU thread; memory: the weights, in float32"
     optional = True  # what it needs is fetched by those who want it
+    differentiable = True
     claims = Claims(notices=("wrong_prompt",), blind_to=(*BETWEEN, "saturated"))  # a cosine with the prompt, of frames
     hub: dict[str, tuple[str, ...]] = {}  # repository -> the files that are read
     download = 0  # bytes of what hub and files name
@@ -69,7 +70,7 @@ class FrameScore:
         for i, frames in enumerate(clips.frames):
             prompt = "" if clips.prompts is None else clips.prompts[i]
             with torch.autocast(device.type, enabled=False):
-                rows.append(self.measure(spread(frames.detach(), self.frames), prompt).float())
+                rows.append(self.measure(spread(frames, self.frames), prompt).float())
         raw = torch.stack([pool(row, self.pool) for row in rows])
         value = (raw / self.scale).masked_fill(~raw.isfinite(), math.nan)
         reasons = [None if fine else "system:not_finite" for fine in value.isfinite().tolist()]

@@ -36,6 +36,15 @@ def test_every_decode_plan_gives_diffusers_pixels(vae, latents, plan):
     torch.testing.assert_close(pixels, theirs(vae, latents), rtol=0, atol=1e-5)
 
 
+def test_pixels_have_the_gradient_of_latents_that_ask_for_one_and_else_none(vae, latents, randn):
+    codec, way = WanCodec(vae), randn(1, 3, 16, 2, 3)
+    assert not codec.decode(latents).requires_grad
+    z, h = latents[:1, :3].clone().requires_grad_(), 1e-2
+    (slope,) = torch.autograd.grad(codec.decode(z).square().sum(), z)
+    up, down = (codec.decode(latents[:1, :3] + s * h * way).double().square().sum() for s in (1, -1))
+    assert ((up - down) / (2 * h)).item() == pytest.approx((slope * way).sum().item(), rel=0.02)
+
+
 def test_streams_do_not_see_each_other(vae, latents):
     codec = WanCodec(vae)
     one, two = codec.decoder(), codec.decoder()

@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from rewards.adversarial import CHANGES
 from rewards.audit import audit
-from rewards.contract import Clips, score
+from rewards.contract import Clips, score, score_with_grad
 from rewards.preference.clip import PICKSCORE_SCALE, tokens
 from rewards.preference.pictures import BETWEEN, MEAN, STD, cropped, letterboxed, pool, spread
 from rewards.registry import build
@@ -88,6 +88,18 @@ def test_the_prompt_matters_where_it_is_needed(name, folder):
     if name != "aesthetic":
         with pytest.raises(ValueError, match="needs prompts"):
             score(reward, Clips(FRAMES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_the_slope_of_the_value(name, folder):
+    reward, frames, h = made(name, folder), FRAMES[:1] * 0.5 + 0.25, 1e-2
+    given = frames.clone().requires_grad_()
+    value = score_with_grad(reward, Clips(given, prompts=PROMPTS[:1]))
+    torch.testing.assert_close(value.detach(), scored(reward, frames, PROMPTS[:1]).value)
+    (slope,) = torch.autograd.grad(value.sum(), given)
+    way = slope / slope.norm()
+    up, down = (scored(reward, frames + s * h * way, PROMPTS[:1]).value.item() for s in (1, -1))
+    assert up > down and (up - down) / (2 * h) == pytest.approx(slope.norm().item(), rel=0.1)
 
 
 @pytest.mark.parametrize("name", NAMES)

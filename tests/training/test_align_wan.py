@@ -17,7 +17,7 @@ from arvideo_rl.training.align import Run
 from arvideo_rl.training.checkpoints import checkpoints
 from arvideo_rl.training.judges import LOOKS
 from arvideo_rl.training.launch import accelerate_on_known_ground
-from arvideo_rl.training.settings import AlignConfig
+from arvideo_rl.training.settings import AlignConfig, Method
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"a {a} {b} {c}" for a in ("red", "ball", "rolls") for b in ("red", "ball") for c in ("a", "rolls")]
@@ -86,6 +86,20 @@ def test_videos_are_decoded_one_by_one_and_only_a_few_are_kept(recipe, monkeypat
     assert set(sizes) == {1} and len(sizes) == 4
     assert found.values["reward/light"].shape == (2, 2) and len(found.pixels) == 1 and found.features is None
     assert run.generator.text_encoder._model is None, "the text encoder is not kept once all prompts are known"
+
+
+def test_a_reward_of_decoded_pixels_guides(recipe):
+    with (recipe.parent / "my_light.py").open("a") as file:
+        file.write("light.differentiable = True\n")
+    light, ratio = [], []
+    for guide in ({}, {"guide": {"reward": "light", "strength": 0.1, "steps": 3}}):
+        config = load(AlignConfig, str(recipe), [])
+        config.objective = Method("grpo", {"steps_per_chunk": 3, **guide})
+        run = Run(config, accelerate_on_known_ground())
+        metrics = run.step()
+        light.append(metrics["reward/light"])
+        ratio.append(metrics["train/ratio_off"])
+    assert light[1] > light[0] and max(ratio) < 1e-5
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ SIZES = StreamingConfig(streams=2, frames=24, segment=12, switch_at=6, timed=15)
 class Twice:
     """A codec that makes two pixel frames of each frame; nothing of the embedded world."""
 
-    channels, stride, differentiable, weight_bytes = 3, 1, True, 0
+    channels, stride, weight_bytes, graph_bytes = 3, 1, 0, 0
 
     def decoder(self):
         return self.decode
