@@ -46,8 +46,8 @@ class InverseDynamics:
     disagree is the component ``disagreement`` (mean Jensen-Shannon divergence, nats; of numbers the mean deviation, in
     those of the data), and ``doubt`` is 1 above the largest of 95 % of the held-out clips; ``doubtful="refuse"`` makes
     such a clip NaN, ``content:doubtful``, so that a policy cannot gain by what the networks do not know.
-    Action 0, or a number that is NaN, means "no command" and is not scored; where nothing is commanded the value is
-    NaN, ``content:no_actions``.
+    Action 0 means "no command", as does a NaN among the numbers of a change: it is not scored; where nothing is
+    commanded the value is NaN, ``content:no_actions``.
     ``contract.score_with_grad`` gives the gradient in ``frames`` of the scores that have one.
     """
 
@@ -128,6 +128,9 @@ class InverseDynamics:
             known = "closeness" if continuous else ", ".join(SCORES)
             raise ValueError(f"inverse_dynamics: {self.path} reads {self._loaded.kind} actions; set score to {known}")
         if continuous:
+            if not (self._loaded.beside["action_std"] > 0).any():
+                raise ValueError(f"inverse_dynamics: no number changed in the videos that {self.path} was trained on; "
+                                 "train it on others")  # fmt: skip
             if not actions.is_floating_point() or actions.shape[-1] != count:
                 seen = f"{actions.dtype} {tuple(actions.shape)}"
                 raise ValueError(f"inverse_dynamics: actions are {seen}; {self.path} reads {count} numbers a change: "

@@ -51,7 +51,7 @@ class Exploration:
         if not 0 < self.sigma <= 1:
             raise ValueError(f"sigma={self.sigma}: neighbours lie above 0 and at most 1 from the common noise")
         if self.window is not None and self.kind in ("fork", "pair", "churn", "route"):
-            raise ValueError(f"exploration {self.kind!r} shares its re-noising, so a window of steps means nothing")
+            raise ValueError(f"exploration {self.kind!r} has no steps of its own to choose, so a window means nothing")
 
     @property
     def forks(self) -> bool:

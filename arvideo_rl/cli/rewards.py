@@ -232,6 +232,8 @@ def train_own(config: Any, dry: bool) -> None:
         print(f"would train on {len(data.films)} videos of {changes} changes, {data.kind} actions: "
               f"{', '.join(data.labels)}")  # fmt: skip
         print(f"{config.steps} steps for each of {config.members} networks, then write {config.out}")
+        for note in data.notes:
+            print(f"warning: {note}")
         return
     report = own_idm.run(config)
     for line in own_idm.said(report):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import cv2
@@ -33,6 +34,7 @@ from rewards.idm_network import InverseDynamicsNet, each_pair, pack
 from rewards.inverse_dynamics import SHARP, InverseDynamics
 
 EVERY, FEWEST = 5, 5  # every fifth video is held out, of at least so many
+ENOUGH = 20  # held-out videos from which on 95 % of them say something
 TRUSTED, USELESS = 0.8, 0.6  # held-out accuracy (of numbers R^2) below which a reward of it misleads, or is noise
 
 
@@ -43,6 +45,7 @@ class Film:
     pixels: np.ndarray  # uint8 [T, size, size, 3]
     said: list[Spoken]  # at most T-1
     name: str
+    fps: float
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Data:
     films: list[Film]
     kind: str  # discrete or continuous
     labels: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # what is odd about them
 
     def actions(self, film: Film) -> Tensor:
         """int64 [T-1], 0 where nothing is commanded; or float32 [T-1, A], NaN there."""
@@ -64,42 +68,76 @@ def run(config: IdmConfig) -> dict[str, Any]:
     data = read(config)
     held_out = data.films[EVERY - 1 :: EVERY]
     train = [film for i, film in enumerate(data.films) if i % EVERY != EVERY - 1]
-    if data.kind == "continuous":
-        for films in (train, held_out):
-            if not any(bool((~data.actions(film).isnan().any(-1)).any()) for film in films):
-                which = "training" if films is train else "held-out"
-                raise ConfigError(f"data={config.data}: no change of the {which} videos has numbers; all are NaN")
+    notes = check_split(config, data, train, held_out)
     beside, start = statistics(data, train), time.monotonic()
     nets = [fitted(data, train, beside, config, member) for member in range(config.members)]
     report: dict[str, Any] = {
         "kind": data.kind, "labels": list(data.labels), "size": nets[0].size, "resize": "stretch",
         "config": asdict(config), "seconds": round(time.monotonic() - start, 1), "videos": len(data.films),
         "command": "arvideo rewards train-idm " + " ".join(f"{k}={v}" for k, v in asdict(config).items()),
-        "held_out": [film.name for film in held_out], "disagreement_95": HUGE,
+        "held_out": [film.name for film in held_out], "disagreement_95": HUGE, "notes": [*data.notes, *notes],
+        "fps": sorted({round(film.fps, 3) for film in data.films}),
     }  # fmt: skip
     features = torch.cat([_outputs(nets[0].features, film) for film in held_out]).double()
     beside |= {"frechet.mean": features.mean(0), "frechet.cov": features.T.cov()}
     report |= measured(data, held_out, nets, beside)
     tensors = pack(nets, beside)
-    write(Path(config.out), tensors, report)  # the rest is measured from the file, as a user will
     kept = "closeness" if data.kind == "continuous" else "expected_accuracy"
     clips = [Clips(_frames(film)[None], actions=data.actions(film)[None]) for film in held_out]
-    if config.members > 1:
-        scores = [score(InverseDynamics(config.out, kept), c) for c in clips]
-        apart = torch.cat([s.components["disagreement"] for s in scores])
-        report["disagreement_95"] = float(apart.quantile(0.95))
-    report["probes"] = probes(InverseDynamics(config.out, kept), clips)
+    with TemporaryDirectory() as folder:  # the rest is measured from a file, as a user will
+        draft = Path(folder) / "draft.safetensors"
+        write(draft, tensors, report)
+        reward = InverseDynamics(draft, kept)
+        if config.members > 1:
+            apart = torch.cat([score(reward, c).components["disagreement"] for c in clips])
+            report["disagreement_95"] = float(apart.quantile(0.95))
+        report["probes"] = probes(reward, clips)
+    report["ceiling"] = report["probes"]["real"]
     write(Path(config.out), tensors, report)
     return report
+
+
+def check_split(config: IdmConfig, data: Data, train: list[Film], held_out: list[Film]) -> list[str]:
+    """ConfigError when one of the two sets says nothing that can be learned or measured; else what to warn of."""
+    there = [torch.cat([data.actions(film) for film in films]) for films in (train, held_out)]
+    named = ("training", "held-out")
+    if data.kind == "discrete":
+        counts = [torch.bincount(actions, minlength=len(data.labels) + 1)[1:] for actions in there]
+        for which, count in zip(named, counts):
+            if not count.any():
+                raise ConfigError(
+                    f"data={config.data}: no change of the {which} videos has an action; give more videos"
+                )
+        notes = [f"never in the {which} videos: {', '.join(n for n, c in zip(data.labels, count) if not c)}"
+                 for which, count in zip(named, counts) if not count.all()]  # fmt: skip
+    else:
+        known = [actions[~actions.isnan().any(-1)] for actions in there]
+        for which, numbers in zip(named, known):
+            if not len(numbers):
+                raise ConfigError(f"data={config.data}: no change of the {which} videos has numbers; all are NaN")
+        varies = [(numbers != numbers[0]).any(0) for numbers in known]
+        for which, some in (("training", varies[0]), ("held-out", varies[0] & varies[1])):
+            if not some.any():
+                raise ConfigError(f"data={config.data}: no number of the {which} videos ever changes, so there is "
+                                  "nothing to read; give more videos")  # fmt: skip
+        notes = []
+    if config.members > 1 and len(held_out) < ENOUGH:
+        notes.append(f"disagreement_95 is of {len(held_out)} held-out videos: doubtful=refuse would be a guess")
+    return notes
 
 
 def read(config: IdmConfig) -> Data:
     """Decode ``config.data``. A video's actions are what a manifest or FILE.json says, else VPT's NAME.jsonl."""
     room = psutil.virtual_memory().available // 2
-    films, recorded = [], 0
+    films: list[Film] = []
+    recorded, seen, odd = 0, set(), []
     for task in track(collect([config.data]), "reading videos", console=console(), disable=hidden(), transient=True):
         if task.problem:
             raise ConfigError(f"data={config.data}: {task.name}: {task.problem[1]}")
+        if (real := task.path.resolve()) in seen:
+            raise ConfigError(f"data={config.data}: {task.name} stands there twice, and might be trained on and held "
+                              "out; name every video once")  # fmt: skip
+        seen.add(real)
         beside = task.path.with_suffix(".jsonl")
         vpt = task.actions is None and beside.is_file()
         recorded += vpt
@@ -108,6 +146,11 @@ def read(config: IdmConfig) -> Data:
             raise ConfigError(f"data={config.data}: {task.name} has no actions; name them in a manifest (.csv "
                               f"or .jsonl: path, actions), {task.path.name}.json, or VPT's {beside.name}")  # fmt: skip
         films.append(_film(task, said, config.size, room))
+        changes = len(films[-1].pixels) - 1
+        if len(said) > changes + vpt:  # the recorder has a line for the last frame, too
+            raise ConfigError(f"data={config.data}: {task.name} has {len(said)} actions, and {changes} changes between "
+                              "its frames; the first action drives the change into the second frame")  # fmt: skip
+        odd += [task.name] if len(said) < changes else []
         if (room := room - films[-1].pixels.nbytes) < 0:
             raise ConfigError(f"data={config.data} does not fit into half of the memory at size={config.size}; lower "
                               "size, or give fewer videos")  # fmt: skip
@@ -115,6 +158,12 @@ def read(config: IdmConfig) -> Data:
         raise ConfigError(f"data={config.data}: {recorded} of {len(films)} videos have a VPT recording; give all one")
     if len(films) < FEWEST:
         raise ConfigError(f"data={config.data} has {len(films)} videos; give {FEWEST} or more: every fifth is held out")
+    notes = [f"{len(odd)} videos have fewer actions than changes; their ends are left out: {odd[0]}"] if odd else []
+    rates = sorted({round(film.fps, 2) for film in films})
+    if rates[-1] > 1.01 * rates[0]:
+        notes.append(f"from {rates[0]:g} to {rates[-1]:g} frames a second: an action is not the same change in all")
+    if recorded and rates != [20]:
+        notes.append(f"VPT's recordings have 20 frames a second, and these {rates[0]:g} to {rates[-1]:g}")
     spoken = [action for film in films for action in film.said]
     if any(isinstance(action, (float, tuple)) for action in spoken):
         wide = {len(a) if isinstance(a, tuple) else 1 for a in spoken if not isinstance(a, str)}
@@ -122,23 +171,33 @@ def read(config: IdmConfig) -> Data:
             raise ConfigError(f"data={config.data}: actions are not all of one kind; give names, or as many numbers "
                               "each")  # fmt: skip
         labels = NAMES if recorded else tuple(f"number {i}" for i in range(max(wide)))
-        return Data(films, "continuous", labels)
+        return Data(films, "continuous", labels, tuple(notes))
     labels = tuple(sorted({str(action).lower() for action in spoken}))
     if len(labels) < 2:
         raise ConfigError(f"data={config.data}: every action is {labels[0]!r}; there is nothing to tell apart")
-    return Data(films, "discrete", labels)
+    if fractions := [name for name in labels if _is_fraction(name)]:
+        raise ConfigError(f"data={config.data}: {fractions[0]!r} is a number, but as a text would be a name; "
+                          "write [0.5, -2.0] in a .jsonl or a .json")  # fmt: skip
+    return Data(films, "discrete", labels, tuple(notes))
+
+
+def _is_fraction(name: str) -> bool:
+    try:
+        return not float(name).is_integer()  # NaN and infinity are none, either
+    except ValueError:
+        return False
 
 
 def _film(task: Task, said: list[Spoken], size: int, room: int) -> Film:
     """A video, its frames stretched to a square as they were for VPT; refused above ``room`` bytes."""
     try:
-        frames = decode(task.path, Reading(fps=task.fps, most=room)).frames
+        video = decode(task.path, Reading(fps=task.fps, most=room))
     except ValueError as error:
         raise ConfigError(f"{task.name}: {error}") from None
-    if len(frames) < 2:
+    if len(video.frames) < 2:
         raise ConfigError(f"{task.name} has one frame; an action needs two")
-    small = [cv2.resize(frame, (size, size), interpolation=cv2.INTER_LINEAR) for frame in frames]
-    return Film(np.stack(small), said[: len(frames) - 1], task.name)
+    small = [cv2.resize(frame, (size, size), interpolation=cv2.INTER_LINEAR) for frame in video.frames]
+    return Film(np.stack(small), said[: len(video.frames) - 1], task.name, video.fps)
 
 
 def _frames(film: Film) -> Tensor:
@@ -165,7 +224,7 @@ def fitted(
     """Network ``member`` of an ensemble: another seed, and every second one another augmentation."""
     draw = np.random.default_rng(config.seed + member)
     noise = torch.Generator().manual_seed(config.seed + member)
-    augment = AUGMENTS[("own", "own other")[member % 2]]
+    augment = AUGMENTS[("own", "own other")[(member + (config.augment == "other")) % 2]]
     wanted = [data.actions(film) for film in films]
     given = [~w.isnan().any(-1) if data.kind == "continuous" else w > 0 for w in wanted]
     places = np.array([(i, j) for i, g in enumerate(given) for j in g.nonzero().flatten().tolist()])
@@ -195,23 +254,22 @@ def measured(
     data: Data, held_out: list[Film], nets: list[InverseDynamicsNet], beside: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Held-out numbers of the networks together, beside what knowing nothing earns. ``trust`` is the accuracy, of
-    numbers the mean R^2; ``ceiling`` what the reward of real videos is."""
+    numbers the mean R^2."""
     outputs = torch.cat([torch.stack([_outputs(n, film) for n in nets], 1) for film in held_out])  # [N, M, A]
     actions = torch.cat([data.actions(film) for film in held_out])
     if data.kind == "discrete":
         given = actions > 0
         p = outputs[given].softmax(-1).mean(1)
         found = measure(p.clamp_min(1e-12).log(), actions[given] - 1)
-        ceiling = float(p.gather(-1, actions[given, None] - 1).mean())
-        return found | {"trust": found["accuracy"], "ceiling": ceiling}
+        return found | {"trust": found["accuracy"]}
     given = ~actions.isnan().any(-1)
     wanted, read, told = standardised(actions[given], beside), outputs[given].mean(1), beside["action_std"] > 0
     told &= wanted.std(0) > 0  # where nothing changes there is no share to explain
     r2 = (1 - (read - wanted).square().mean(0) / wanted.var(0, correction=0)).where(told, torch.nan)
-    close, base = ((-SHARP * (x - wanted).square()).exp()[:, told].mean() for x in (read, torch.zeros_like(read)))
+    base = (-SHARP * wanted.square()).exp()[:, beside["action_std"] > 0].mean()
     return {
         "r2": {n: None if v != v else round(v, 4) for n, v in zip(data.labels, r2.tolist())},
-        "trust": float(r2[told].mean()), "ceiling": float(close), "mean_baseline": float(base),
+        "trust": float(r2[told].mean()), "mean_baseline": float(base),
         "transitions": int(given.sum()),
     }  # fmt: skip
 
@@ -256,6 +314,7 @@ def said(report: dict[str, Any]) -> list[str]:
         silent = [name for name, r2 in report["r2"].items() if r2 is None]
         lines.append("R^2 of " + ", ".join(f"{k} {v:.2f}" for k, v in report["r2"].items() if v is not None))
         lines += [f"never changed, or not in the held-out videos: {', '.join(silent)}"] if silent else []
+    lines += [f"warning: {note}" for note in report["notes"]]
     if trust < TRUSTED:
         how = "noise: do not train on it" if trust < USELESS else f"below {TRUSTED}, a weak judge"
         lines.append(f"warning: held-out {what} {trust:.3f} is {how}; give more videos, more steps or a larger size")

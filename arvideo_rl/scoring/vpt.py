@@ -29,9 +29,13 @@ def camera_bin(degrees: float) -> int:
 
 
 def numbers_of(row: dict[str, Any]) -> tuple[float, ...]:
-    """The numbers called NAMES of one line of a recording; KeyError or TypeError for another kind of line."""
-    keys = {key.removeprefix("key.keyboard.") for key in row["keyboard"]["keys"]}
-    mouse = row["mouse"]
+    """The numbers called NAMES of one line of a recording; KeyError, TypeError or ValueError for another kind."""
+    held, mouse = row["keyboard"]["keys"], row["mouse"]
+    if not isinstance(held, list) or not isinstance(mouse["buttons"], list):
+        raise TypeError("keys and buttons are lists")
+    if not all(math.isfinite(mouse[axis]) for axis in ("dy", "dx")):
+        raise ValueError("dx and dy are finite")
+    keys = {key.removeprefix("key.keyboard.") for key in held}
     pressed = [float(key in keys) for key in KEYS] + [float(button in mouse["buttons"]) for button in BUTTONS]
     camera = [float(camera_bin(mouse[axis] * DEGREES_A_COUNT)) for axis in ("dy", "dx")]
     return (*pressed, *camera)

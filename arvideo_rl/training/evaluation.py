@@ -77,7 +77,8 @@ def prepare(config: EvaluateConfig) -> Job:
 
 
 def rewards_of(config: EvaluateConfig) -> dict[str, tuple[Reward, float]]:
-    """What is measured, by name with weights: one reward, or with ``reward=run`` all that the run was trained on."""
+    """What is measured, by name with weights: one reward, or with ``reward=run`` all that the run was trained on, of
+    which gates have weight 0."""
     if config.reward != "run":
         args = config.args or (SCORE if config.reward == "inverse_dynamics" else {})
         reward = registry.build(config.reward, **args)
@@ -85,7 +86,11 @@ def rewards_of(config: EvaluateConfig) -> dict[str, tuple[Reward, float]]:
         return {config.reward: (reward, 1.0)}
     if config.args:
         raise ConfigError("args= says nothing to reward=run, which takes the run's own: leave it out")
-    return build_rewards({name: part for name, part in config_of(config.generator).rewards.items() if part.trained})
+    try:
+        parts = config_of(config.generator).rewards
+    except ConfigError as error:
+        raise ConfigError(f"reward=run takes the rewards of generator=, but {error}; name a reward") from None
+    return build_rewards({name: part for name, part in parts.items() if part.trained or part.gate is not None})
 
 
 @torch.no_grad()
@@ -101,7 +106,7 @@ def run(job: Job) -> dict[str, Any]:
         both = zip(job.loaded, found, streams)
         return {source: {"held_out": alone(seen), "stream": told} for (source, _), seen, told in both}
     if config.against:
-        return compare(found[0], found[1], {name: weight for name, (_, weight) in job.rewards.items()}, size)
+        return compare(found[0], found[1], {name: weight for name, (_, weight) in job.rewards.items() if weight}, size)
     return alone(found[0])
 
 

@@ -13,6 +13,7 @@ from rich.progress import track
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from arvideo_rl.config import ConfigError
 from arvideo_rl.training.rundir import write_bytes, write_text
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -28,16 +29,21 @@ def seeded(seed: int, make: Callable[[], Net]) -> Net:
 def fit(net: Net, loss_of: Callable[[int], Tensor], *, steps: int, lr: float, warm_up: float, about: str,
         beside: Iterable[nn.Parameter] = (), progress: bool = False) -> Net:  # fmt: skip
     """Minimise ``loss_of(step)`` in ``net`` and in the parameters ``beside`` it, which are then dropped: AdamW on one
-    cycle of which ``warm_up`` in (0, 1) rises to ``lr``, gradients of ``net`` clipped to 1. Returns ``net``, frozen."""
+    cycle of which ``warm_up`` in (0, 1) rises to ``lr``, gradients of ``net`` clipped to 1. Returns ``net``, frozen;
+    ConfigError when it is lost."""
     optimizer = torch.optim.AdamW([*net.parameters(), *beside], lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=warm_up)
     for step in track(range(steps), f"training {about}", console=Console(stderr=True), disable=not progress):
         loss = loss_of(step)
+        if not loss.isfinite():
+            raise ConfigError(f"training {about} failed at step {step}: its loss is {loss.item()}; lower lr={lr:g}")
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+    if not all(p.isfinite().all() for p in net.parameters()):
+        raise ConfigError(f"training {about} failed at its last step: weights are not finite; lower lr={lr:g}")
     return net.eval().requires_grad_(False)
 
 

@@ -88,6 +88,9 @@ class IdmConfig:
         held_out = dict.fromkeys(("held_out_smooth", "held_out_joystick"), "[1, inf)")
         rest = {"seed": SEEDS, "lr": "(0, inf)", "unexplained": "[0, 1)", "frames": "[6, inf)"}  # frames are skipped
         check_ranges(self, counts | held_out | rest)
+        for key in ("unexplained", "smooth", "joystick", "held_out_smooth", "held_out_joystick", "frames"):
+            if self.data and (told := getattr(self, key)) != getattr(IdmConfig, key):
+                raise ConfigError(f"{key}={told} is of clips of the embedded world; leave it out with data={self.data}")
 
 
 def run(config: IdmConfig) -> dict[str, Any]:

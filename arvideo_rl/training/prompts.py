@@ -127,12 +127,13 @@ def spoken_actions(value: Any) -> list[Spoken]:
 def list_actions(value: str | list, known: tuple[str, ...] = ACTIONS) -> list[int]:
     """Actions as places in ``known``; the first drives the change into frame 1. ValueError names what is not one."""
     places = {name.lower(): i for i, name in enumerate(known)}
+    numbered = any(name.lstrip("-").isdigit() for name in places)  # then 3 is a name, or nothing
     out = []
     for item in spoken_actions(value):
         name = str(item).lower()
         if name in places:  # first, since somebody may call an action 3
             out.append(places[name])
-        elif name.isascii() and name.isdigit() and int(name) < len(known):
+        elif not numbered and name.isascii() and name.isdigit() and int(name) < len(known):
             out.append(int(name))
         else:
             raise ValueError(f"action {name!r} is unknown; choose from: {', '.join(known)}")

@@ -91,7 +91,7 @@ def test_where_it_stands_follows_from_the_iteration_of_the_keys():
         (lambda: StepWindow(1, moves=0), "moves=0"),
         (lambda: StepWindow(outside="sde"), "outside='sde' is unknown; choose cm or ode"),
         (lambda: StepWindow(2, 2).steps(0, 3), "2 steps from step 2 on does not fit 3 transitions"),
-        (lambda: Exploration("fork", window=StepWindow()), "'fork' shares its re-noising"),
+        (lambda: Exploration("fork", window=StepWindow()), "'fork' has no steps of its own"),
         (lambda: list(stream(Halving(), [(0, 3)], LEVELS, None, kernel=(Kernel("cm"),))), "1 kernels for 4 levels"),
     ],
 )

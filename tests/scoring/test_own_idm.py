@@ -13,6 +13,7 @@ from arvideo_rl.config import ConfigError
 from arvideo_rl.media import write_video
 from arvideo_rl.scoring import own_idm, score_videos, vpt
 from arvideo_rl.training.idm import IdmConfig
+from arvideo_rl.training.prompts import list_actions
 from rewards.contract import Clips, score
 from rewards.idm_network import load
 from rewards.inverse_dynamics import InverseDynamics
@@ -21,14 +22,14 @@ STEPS = {"Left": -3, "wait": 0, "right": 3}  # pixels a frame by which a texture
 FRAMES, COUNT = 12, 15
 
 
-def film(folder, index, moves):
+def film(folder, index, moves, fps=8):
     """A texture that moves; 24 x 32 pixels, so that it is stretched."""
     dice = np.random.default_rng(index)
     wide = cv2.GaussianBlur(dice.random((24, 160, 3), np.float32), (0, 0), 2)
     wide = (wide - wide.min()) / (wide.max() - wide.min())
     at = 64 + np.concatenate([[0], np.cumsum(moves)]).astype(int)
     pixels = torch.from_numpy(np.stack([wide[:, a : a + 32] for a in at])).permute(0, 3, 1, 2).contiguous()
-    write_video(folder / f"{index:02d}.mp4", pixels, 8)
+    write_video(folder / f"{index:02d}.mp4", pixels, fps)
     return pixels
 
 
@@ -75,10 +76,14 @@ def test_names_are_learned_and_what_was_measured_is_said(named):
     assert report["trust"] == report["accuracy"] > 0.9 and report["majority_baseline"] < 0.6
     assert np.sum(report["confusion"]) == report["transitions"] == 3 * (FRAMES - 1) and len(report["held_out"]) == 3
     probes = report["probes"]
-    assert probes["real"] == pytest.approx(report["ceiling"], abs=0.05) and probes["real"] > 0.8
+    assert probes["real"] == report["ceiling"] > 0.8
     assert max(v for k, v in probes.items() if k != "real") < 0.65
     assert json.loads(path.with_suffix(".json").read_text())["trust"] == report["trust"]
-    assert "warning" not in " ".join(own_idm.said(report))
+    said = [line for line in own_idm.said(report) if "warning" in line]
+    assert len(said) == 1 and "is of 3 held-out videos: doubtful=refuse would be a guess" in said[0]
+    held_out = score_videos(report["held_out"], "inverse_dynamics",
+                            args={"weights": str(path), "score": "expected_accuracy"})  # fmt: skip
+    assert held_out.summary["inverse_dynamics"]["mean"] == pytest.approx(report["ceiling"], abs=5e-3)
 
 
 def test_a_shell_scores_with_it_by_the_same_names(named, tmp_path):
@@ -182,6 +187,19 @@ def damage_few(folder):
         path.unlink()
 
 
+def damage_long(folder):
+    (folder / "03.mp4.json").write_text(json.dumps({"actions": ["left"] * FRAMES}))
+
+
+def damage_fraction(folder):
+    (folder / "00.mp4.json").write_text('{"actions": ["0.5", "left"]}')
+
+
+def damage_twice(folder):
+    (folder / "20.mp4").symlink_to(folder / "00.mp4")
+    (folder / "20.mp4.json").write_text('{"actions": ["left"]}')
+
+
 def damage_vpt(folder):
     (folder / "00.mp4.json").unlink()
     (folder / "00.jsonl").write_text('{"keyboard": {"keys": []}, "mouse": {"dx": 0, "dy": 0, "buttons": []}}\n{}')
@@ -194,6 +212,9 @@ def damage_vpt(folder):
         (damage_mixed, "not all of one kind"),
         (damage_one, "every action is 'left'"),
         (damage_few, "has 4 videos; give 5 or more"),
+        (damage_long, f"03.mp4 has {FRAMES} actions, and {FRAMES - 1} changes between its frames"),
+        (damage_fraction, "'0.5' is a number"),
+        (damage_twice, "20.mp4 stands there twice"),
         (damage_vpt, "00.jsonl line 2 is no line of a VPT recording"),
     ],
 )
@@ -205,6 +226,43 @@ def test_data_that_will_not_do_is_refused(named, tmp_path, damage, words):
     damage(folder)
     with pytest.raises((ConfigError, ValueError), match=words):
         own_idm.read(IdmConfig(data=str(folder), size=16))
+
+
+@pytest.mark.parametrize(
+    "say, settings, words",
+    [
+        (lambda moves: [[0.5]] * len(moves), {}, "no number of the training videos ever changes"),
+        (lambda moves: ["left", "wait"], {"lr": 1e30, "steps": 3}, "failed at .*; lower lr=1e"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_an_older_file_alone(tmp_path, say, settings, words):
+    folder = videos(tmp_path / "clips", say)
+    (tmp_path / "w.safetensors").write_text("older")
+    with pytest.raises(ConfigError, match=words):
+        train(folder, tmp_path / "w.safetensors", size=16, **settings)
+    assert [p.name for p in tmp_path.iterdir()] == ["clips", "w.safetensors"]
+    assert (tmp_path / "w.safetensors").read_text() == "older"
+
+
+def test_what_is_odd_about_the_videos_is_said(tmp_path):
+    folder = videos(tmp_path / "clips", lambda moves: names(moves)[:4])
+    film(folder, 2, [3] * 11, fps=12)
+    for i in (4, 9, 14):
+        (folder / f"{i:02d}.mp4.json").write_text('{"actions": ["left", "jump"]}')
+    config = IdmConfig(data=str(folder), size=16)
+    data = own_idm.read(config)
+    train_on = [f for i, f in enumerate(data.films) if i % 5 != 4]
+    notes = " | ".join([*data.notes, *own_idm.check_split(config, data, train_on, data.films[4::5])])
+    assert "15 videos have fewer actions than changes" in notes and "from 8 to 12 frames a second" in notes
+    assert "never in the training videos: jump" in notes and "never in the held-out videos: right, wait" in notes
+
+
+def test_settings_of_the_world_say_nothing_of_own_videos(tmp_path):
+    with pytest.raises(ConfigError, match="unexplained=0.5 is of clips of the embedded world; leave it out"):
+        IdmConfig(data="clips", out=str(tmp_path / "w.safetensors"), unexplained=0.5).check()
+    assert list_actions(["2", "5"], ("null", "1", "2", "5")) == [2, 3] and list_actions([2]) == [2]
+    with pytest.raises(ValueError, match="'3' is unknown"):
+        list_actions([3], ("null", "1", "2", "5"))
 
 
 def line(keys=(), buttons=(), dx=0, dy=0):
@@ -224,6 +282,15 @@ def test_a_vpt_recording_becomes_numbers(tmp_path):
     assert pressed == {"forward", "sneak", "attack", "camera.yaw"} and said["camera.yaw"] == vpt.camera_bin(3.0) > 0
     later = dict(zip(data.labels, data.actions(data.films[0])[1].tolist()))
     assert {k: v for k, v in later.items() if v} == {"camera.pitch": -5.0}
+
+
+@pytest.mark.parametrize("change", [{"dx": math.nan}, {"dy": math.inf}, {"buttons": "0"}, {"keys": "key.keyboard.w"}])
+def test_a_vpt_line_of_another_kind_is_named(tmp_path, change):
+    row = json.loads(line())
+    row["keyboard" if "keys" in change else "mouse"] |= change
+    (tmp_path / "a.jsonl").write_text(f"{line()}\n{json.dumps(row)}\n")
+    with pytest.raises(ValueError, match="a.jsonl line 2 is no line of a VPT recording"):
+        vpt.read_recording(tmp_path / "a.jsonl")
 
 
 def test_camera_bins_are_mu_law():
